@@ -1,0 +1,10 @@
+"""Synchronous data parallelism for Lightning that takes the step one device would take.
+
+Importing this package makes ``Trainer(strategy="bucketed_ddp")`` known to Lightning.
+"""
+
+from lightning_dp.reduction import GradientReducer, ReducerConfig
+from lightning_dp.strategy import BucketedDDPStrategy
+
+__version__ = "0.1.0"
+__all__ = ["BucketedDDPStrategy", "GradientReducer", "ReducerConfig", "__version__"]

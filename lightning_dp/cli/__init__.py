@@ -1,0 +1,1 @@
+"""Commands: short Hydra programs over ``conf/``."""

@@ -1,0 +1,67 @@
+"""Typed Hydra configuration: what ``strategy=bucketed_ddp`` may hold, and where the config files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+
+@dataclass
+class BucketedDDPConfig:
+    """Schema of the config group ``strategy``; see :class:`lightning_dp.BucketedDDPStrategy` for the meanings.
+
+    Attributes:
+        timeout: Seconds.
+        count: A name, or a config with ``_target_`` (and ``_partial_: true``) for a function ``batch -> int``.
+        nonfinite: A string, but YAML reads a bare ``off`` as a boolean.
+    """
+
+    _target_: str = "lightning_dp.BucketedDDPStrategy"
+    bucket_cap_mb: float = 25.0
+    first_bucket_cap_mb: float = 1.0
+    count: Any = "samples"
+    nonfinite: Any = "skip"
+    max_consecutive_skips: int = 10
+    overlap: bool = True
+    process_group_backend: Optional[str] = None  # noqa: UP045 - omegaconf 2.3 knows no `str | None`
+    timeout: float = 1800.0
+    start_method: str = "popen"
+
+
+def register_configs() -> None:
+    """Makes the schema known to Hydra; it stands outside ``strategy`` so as not to be offered as a choice there."""
+    ConfigStore.instance().store(group="schema/strategy", name="bucketed_ddp", node=BucketedDDPConfig)
+
+
+def config_directory() -> Path:
+    """The directory of the config files: within the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def drop_unused_arguments(cfg: DictConfig, group: str, overrides: Sequence[str]) -> DictConfig:
+    """The config of ``group`` for a class that was named on the command line.
+
+    ``model._target_=my.Net`` replaces the class, and the arguments that the configuration files hold are those of the
+    class it replaces. So with an override of ``_target_`` only the arguments that were overridden too are kept.
+
+    Args:
+        cfg: The whole configuration.
+        group: ``"model"``, ``"data"``, ...
+        overrides: The overrides of the command line.
+
+    Returns:
+        ``cfg[group]``, or a copy of it without the arguments of the replaced class.
+    """
+    keys = [override.lstrip("+").split("=", 1)[0] for override in overrides]
+    named = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
+    config: DictConfig = cfg[group]
+    if "_target_" not in named:
+        return config
+    return OmegaConf.masked_copy(config, [key for key in config if key in named])

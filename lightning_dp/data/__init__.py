@@ -1,0 +1,1 @@
+"""Who sees which sample, and what it counts."""

@@ -1,0 +1,1 @@
+"""What the default configuration trains: real data that comes with scikit-learn, and a small net."""

@@ -1,0 +1,1 @@
+"""What data parallelism costs and where the time goes."""

@@ -1,0 +1,5 @@
+"""Gradients, from hooks to averages. Plain PyTorch: nothing here knows Lightning."""
+
+from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig, Reduction
+
+__all__ = ["GradientReducer", "ReducerConfig", "Reduction"]

@@ -1,0 +1,470 @@
+"""The gradient reducer: hooks, in-order launch, ``no_sync``, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_dp.errors import CountError, LateGradientError, LightningDPError
+from lightning_dp.insight.timeline import StepTimes, Timeline
+from lightning_dp.reduction import ballot as ballots
+from lightning_dp.reduction.arrivals import Arrivals
+from lightning_dp.reduction.ballot import Ballot, Reason, Tally, Verdict
+from lightning_dp.reduction.buckets import Bucket, BucketPlan, plan_buckets
+from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
+from lightning_dp.reduction.replication import verify_same_structure
+from lightning_dp.reduction.wire import Wire
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """How a reducer works.
+
+    Attributes:
+        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself.
+        first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
+        overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
+            whose gradients fire a different number of times from step to step.
+        check_nonfinite: Look for NaN and Inf and name whose they are.
+    """
+
+    bucket_cap_mb: float = 25.0
+    first_bucket_cap_mb: float = 1.0
+    overlap: bool = True
+    check_nonfinite: bool = True
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What one reduction did; equal on all ranks but for ``times``.
+
+    Attributes:
+        verdict: Whether the optimizer steps.
+        tally: Counts and flags of all ranks.
+        factor: What the summed gradients were multiplied by at the end; 1 with equal counts.
+        messages: All-reduces issued, the ballot included.
+        nbytes: Bytes handed to them.
+        times: When buckets were ready, launched and done.
+    """
+
+    verdict: Verdict
+    tally: Tally
+    factor: float
+    messages: int
+    nbytes: int
+    times: StepTimes
+
+
+class GradientReducer:
+    """Averages gradients over ranks, weighted by count, in buckets that travel during backward.
+
+    After the last backward of an accumulation window every rank's ``p.grad`` is, bit for bit the same::
+
+        g = sum over ranks r, micro-batches j of  count[r, j] * grad L[r, j]  /  sum over r, j of  count[r, j]
+
+    with ``L[r, j]`` the mean loss of a micro-batch: the gradient that one device with all the data would have. A
+    parameter that no rank used keeps ``grad = None``. ::
+
+        reducer = GradientReducer(model.named_parameters())
+        for batches in windows:
+            optimizer.zero_grad()
+            for batch in batches[:-1]:
+                with reducer.no_sync():
+                    reducer.backward(loss(batch), count=len(batch))
+            reducer.backward(loss(batches[-1]), count=len(batches[-1]))
+            if reducer.last.verdict.step:
+                optimizer.step()
+
+    Args:
+        named_parameters: Names and parameters, the same on all ranks. Frozen ones join when they are thawed.
+        group: Process group; ``None`` is the default group.
+        config: Caps and switches.
+
+    Attributes:
+        last: The last reduction, ``None`` before the first.
+        plan: The bucket plan in force.
+        wire: The process group, with counters.
+        reference: Total count and number of micro-batches whose ratio losses are scaled by: those of the last window.
+
+    Raises:
+        StructureMismatchError: If ranks pass parameters of different names, shapes or dtypes.
+    """
+
+    # Above this many elements a gradient is moved into its bucket at once, while it is in the cache; smaller ones are
+    # moved together, one fused copy a bucket. On a GPU the fused copy serves all, as a launch costs more than a miss.
+    EAGER_COPY_NUMEL = 16_384
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        group: dist.ProcessGroup | None = None,
+        config: ReducerConfig | None = None,
+    ) -> None:
+        self.config = config or ReducerConfig()
+        self.wire = Wire(group)
+        self.last: Reduction | None = None
+        unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
+        self._all = list(reversed(unique.values()))
+        self._handles: list[Any] = []
+        self.reference: tuple[int, int] | None = None
+        self._known_order: list[str] | None = None
+        self._known_fires: dict[str, int] | None = None
+        # - State of the accumulation window
+        self._sync = True
+        self._pass_open = False
+        self._discard = False
+        self._stray = False
+        self._averaged = False
+        self._carry: list[tuple[int, Tensor]] = []
+        self._count = 0
+        self._labels: list[str] = []
+        self._set_up()
+
+    # ------------------------------------------------------------------------------------------- public
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Inside it backward accumulates on this rank and nothing is sent."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def agree_reference(self, count: int) -> None:
+        """Agrees, with one blocking message, on the usual count of a micro-batch; called before the first backward.
+
+        Losses are scaled by ``count / usual count``, so that a low-precision gradient stays in range. Without this
+        call the first window is scaled by the bare count. Later windows use the average of the window before.
+        """
+        if self.reference is None:
+            total = torch.tensor([count, 1], dtype=torch.int64, device=self._device)
+            self.wire.wait(self.wire.all_reduce(total), "the agreement on the usual count")
+            self._set_reference(*total.tolist())
+
+    @contextmanager
+    def backward_pass(self, count: int, label: str = "", divided_by: int | None = 1) -> Generator[float, None, None]:
+        """Runs one backward: ``with reducer.backward_pass(count=n) as weight: (loss * weight).backward()``.
+
+        Outside ``no_sync`` gradients are final when the block ends, and :attr:`last` tells what came of it.
+
+        Args:
+            count: Weight of the micro-batch: the number of samples, tokens, ... that its mean loss is over. With 0
+                its gradient is dropped, NaN or not, and this rank still takes part.
+            label: What to call the micro-batch in messages, like ``"batch 17"``.
+            divided_by: What the loss has been divided by already for accumulation; undone in the final average.
+                ``None`` takes losses as they are and adds the averages of the window's micro-batches up, as repeated
+                ``backward`` calls on one device do.
+
+        Yields:
+            The factor for the loss.
+
+        Raises:
+            CountError: If ``count`` is negative or not an integer.
+            LateGradientError: If a gradient changes after its bucket was sent.
+            CommunicationError: If another rank does not take part.
+        """
+        # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
+        # may have left, so the next pass refuses to go on.
+        yield self._begin(count, label)
+        self._end(divided_by)
+
+    def backward(self, loss: Tensor, count: int, label: str = "", divided_by: int | None = 1) -> None:
+        """:meth:`backward_pass` over ``loss.backward()``."""
+        with self.backward_pass(count, label, divided_by) as weight:
+            torch.autograd.backward(loss * weight)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were accumulated outside of :meth:`backward_pass` since the last reduction."""
+        return self._stray
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to repeat this one to the last bit: plain numbers and strings."""
+        names = [name for name, _ in self._named]
+        learnt = self._expected is not None
+        return {
+            "reference": list(self.reference) if self.reference else None,
+            "order": [names[index] for index in self._next_order] if learnt else None,
+            "fires": dict(zip(names, self._expected, strict=True)) if self._expected is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over :meth:`state_dict`'s result, on every rank, before the first backward."""
+        self.reference = tuple(state["reference"]) if state["reference"] else None
+        self._known_order, self._known_fires = state["order"], state["fires"]
+        self._set_up()
+
+    def detach(self) -> None:
+        """Removes the hooks. Gradients stay where they are; the reducer is not used after this."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------------------------------- the plan
+
+    def _set_up(self) -> None:
+        """Plans, allocates and hooks for the parameters that are trainable now."""
+        self.detach()
+        # A parameter stays in the plan when it is frozen for a while, as a GAN's are on every step.
+        earlier = {id(p) for _, p in getattr(self, "_named", [])}
+        self._named = [(n, p) for n, p in self._all if p.requires_grad or id(p) in earlier]
+        self._unhooked = [p for _, p in self._all if not p.requires_grad]
+        verify_same_structure(self._named, self.wire)
+        self._parameters = [p for _, p in self._named]
+        self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._timeline = Timeline(self._device)
+        self._check = LocalCheck([name for name, _ in self._named], self._device)
+        self._arrivals: Arrivals | None = None
+        self._expected: list[int] | None = None
+        self._recall()
+        self._allocate()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                hook = self._make_hook(index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _recall(self) -> None:
+        """Starts from a checkpoint's order, if it is of these parameters, else from reverse registration."""
+        at = {name: index for index, (name, _) in enumerate(self._named)}
+        self._next_order = list(range(len(self._named)))[::-1]
+        if self._known_order is not None and set(self._known_order) == set(at):
+            self._next_order = [at[name] for name in self._known_order]
+            assert self._known_fires is not None
+            self._expected = [self._known_fires[name] for name, _ in self._named]
+
+    def _allocate(self) -> None:
+        config = self.config
+        self._order = self._next_order
+        self.plan: BucketPlan = plan_buckets(
+            self._parameters, self._order, config.bucket_cap_mb * MIB, config.first_bucket_cap_mb * MIB
+        )
+        # Old buckets are given up first, unless gradients that live in them still have to move.
+        self._buckets: list[Bucket] = []
+        self._buckets = [Bucket(layout, self._parameters) for layout in self.plan.buckets]
+        self._place = {
+            index: (number, slot)
+            for number, layout in enumerate(self.plan.buckets)
+            for slot, index in enumerate(layout.indices)
+        }
+
+    def _learn(self) -> None:
+        """Adopts the order of rank 0's first backward on every rank, and this rank's own counts.
+
+        A parameter that has not fired yet is expected once: should it never fire, its bucket, which stands last in
+        the new order, is launched at the end of backward.
+        """
+        assert self._arrivals is not None
+        order = torch.tensor(self._arrivals.order(self._order), dtype=torch.int64, device=self._device)
+        self.wire.broadcast(order)
+        self._next_order = order.tolist()
+        self._expected = [max(fires, 1) for fires in self._arrivals.fires]
+        self._arrivals = None
+
+    # ------------------------------------------------------------------------------------------- one backward
+
+    def _begin(self, count: int, label: str) -> float:
+        if self._pass_open:
+            raise LightningDPError("a backward pass is still open: an earlier one ended in an error, or is nested")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise CountError(
+                f"rank {self.wire.rank}{', ' + label if label else ''}: the count of a micro-batch must be an integer"
+                f" of at least 0, got {count!r}"
+            )
+        if any(p.requires_grad for p in self._unhooked):
+            self._set_up()
+        self._start_window()
+        self._pass_open, self._stray = True, False
+        self._discard = count == 0
+        self._count += count
+        self._labels.append(label)
+        self._launched = 0
+        self._works: list[dist.Work | None] = []
+        self._used: list[bool] = [False] * len(self._parameters)
+        self._timeline.start()
+        if self._expected is None:
+            self._arrivals = Arrivals(len(self._parameters))
+        self._await_arrivals()
+        self._held = [p.grad for p in self._parameters] if self._discard else []
+        if self._discard:
+            self._set_grads([None] * len(self._parameters))
+        total, micro_batches = self.reference or (1, 1)
+        return count * micro_batches / (total * self.wire.world_size) if count else 1.0
+
+    def _start_window(self) -> None:
+        """The first backward after a reduction: sets aside gradients that were not zeroed, and re-plans."""
+        if not self._averaged:
+            return
+        self._averaged = False
+        self._count, self._labels = 0, []
+        self._check.reset()
+        # An averaged gradient is equal on all ranks; summed once more it would be multiplied by their number.
+        self._carry = [(index, p.grad.clone()) for index, p in enumerate(self._parameters) if p.grad is not None]
+        for index, _ in self._carry:
+            self._parameters[index].grad = None
+        if self._next_order != self._order:
+            self._allocate()
+
+    def _await_arrivals(self) -> None:
+        """Counts, for each bucket, the parameters that still have to fire."""
+        self._fires = [0] * len(self._parameters)
+        self._pending = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
+        if self._expected is None or not self.config.overlap or self._discard or not self._sync:
+            self._pending = [pending + 1 for pending in self._pending]  # not complete before the end
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        def on_accumulated(parameter: Tensor) -> None:
+            self._on_accumulated(index, parameter)
+
+        return on_accumulated
+
+    def _on_accumulated(self, index: int, parameter: Tensor) -> None:
+        if not self._pass_open:
+            self._stray = True
+            return
+        self._fires[index] += 1
+        if self._arrivals is not None:
+            self._arrivals.record(index)
+        if self._discard:
+            parameter.grad = None
+            return
+        number, slot = self._place[index]
+        if number < self._launched:
+            raise LateGradientError(
+                f"rank {self.wire.rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
+                f" sent: it was accumulated {self._fires[index]} times in this backward, more often than in the"
+                " first one; use overlap=False for this model"
+            )
+        if parameter.numel() >= self.EAGER_COPY_NUMEL and parameter.device.type == "cpu":
+            self._buckets[number].take(slot)
+        if self._expected is not None and self._fires[index] == self._expected[index]:
+            self._pending[number] -= 1
+            if self._pending[number] == 0:
+                self._timeline.mark("ready", number)
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launches, strictly in order, the buckets that are complete."""
+        while self._launched < len(self._buckets) and self._pending[self._launched] == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        number, bucket = self._launched, self._buckets[self._launched]
+        self._timeline.mark("ready", number)
+        for index, has_grad in zip(bucket.layout.indices, bucket.fill(), strict=True):
+            self._used[index] = has_grad
+        if self.config.check_nonfinite:
+            self._check.look(bucket)
+        self._timeline.mark("launch", number)
+        self._works.append(self.wire.all_reduce(bucket.flat))
+        self._launched += 1
+
+    def _end(self, divided_by: int | None) -> None:
+        self._timeline.mark("backward_end")
+        self._pass_open = False
+        if self._discard:
+            self._set_grads(self._held)
+            self._held = []
+        if not self._sync:
+            for bucket in self._buckets:
+                bucket.take_all()
+            return
+        while self._launched < len(self._buckets):
+            self._launch()
+        self._finish(divided_by)
+
+    def _set_grads(self, grads: list[Tensor | None]) -> None:
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+
+    # ------------------------------------------------------------------------------------------- finish
+
+    def _finish(self, divided_by: int | None) -> None:
+        """Casts the ballot, waits, and makes the gradients final."""
+        cast = Ballot(self._count, len(self._labels), self._used)
+        flag = self._check.flag() if self.config.check_nonfinite else torch.zeros((), device=self._device)
+        message = ballots.encode(cast, flag, self.wire.rank, self.wire.world_size)
+        ballot_work = self.wire.all_reduce(message)
+        for number, work in enumerate(self._works):
+            self.wire.wait(work, f"the all-reduce of bucket {number} of {len(self._works)}")
+            self._timeline.mark("done", number)
+        self.wire.wait(ballot_work, "the ballot")
+        self._timeline.mark("end")
+        tally = ballots.decode(message, self.wire.world_size, len(self._parameters))
+        factor = self._final_factor(tally, divided_by)
+        overflow = self._scale(factor)
+        verdict = self._explain(ballots.decide(tally, overflow))
+        self._publish(tally)
+        self._learn_from(tally)
+        self.last = Reduction(
+            verdict, tally, factor, self.wire.messages, self.wire.nbytes, self._timeline.read(len(self._buckets))
+        )
+        self.wire.reset_counters()
+        self._averaged = True
+
+    def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
+        if tally.count == 0:
+            return 1.0
+        total, micro_batches = self.reference or (1, 1)
+        # Integers up to the last division: with equal counts the factor is exactly 1 and costs no pass over memory.
+        if divided_by is None:
+            return (total * tally.micro_batches) / (micro_batches * tally.count)
+        return (total * self.wire.world_size * divided_by) / (micro_batches * tally.count)
+
+    def _scale(self, factor: float) -> bool:
+        """Multiplies all buckets; tells whether a sum is not finite, the same on every rank."""
+        found = []
+        for bucket in self._buckets:
+            if self.config.check_nonfinite and bucket.flat.numel():
+                found.append(scale_and_check_(bucket.flat, factor))
+            elif factor != 1.0:
+                bucket.flat.mul_(factor)
+        return bool(found) and bool(torch.stack([f.to(self._device) for f in found]).any())
+
+    def _explain(self, verdict: Verdict) -> Verdict:
+        """Adds what the ranks concerned have to say; a message of its own, which only a skipped step pays for."""
+        if verdict.reason is not Reason.NONFINITE:
+            return verdict
+        mine = self._check.description()
+        said = self.wire.gather(f"{mine}, {self._labels_text()}" if mine else "")
+        detail = "; ".join(f"rank {rank}: {said[rank]}" for rank in verdict.ranks)
+        return Verdict(verdict.reason, verdict.ranks, detail)
+
+    def _labels_text(self) -> str:
+        first, last = self._labels[0], self._labels[-1]
+        return first if first == last else f"{first} to {last}"
+
+    def _publish(self, tally: Tally) -> None:
+        """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
+        for bucket in self._buckets:
+            for index, parameter, view in zip(bucket.layout.indices, bucket.parameters, bucket.views, strict=True):
+                if tally.users[index] == 0:
+                    parameter.grad = None
+                elif parameter.grad is not view:
+                    parameter.grad = view
+        for index, carried in self._carry:
+            number, slot = self._place[index]
+            view = self._buckets[number].views[slot]
+            # Where nobody had a gradient the view was reduced as zeros.
+            self._parameters[index].grad = view.add_(carried)
+        self._carry = []
+
+    def _learn_from(self, tally: Tally) -> None:
+        if tally.count:
+            self._set_reference(tally.count, tally.micro_batches)
+        if self._arrivals is not None:
+            self._learn()
+
+    def _set_reference(self, count: int, micro_batches: int) -> None:
+        if count:
+            self.reference = (count, micro_batches)

@@ -1,0 +1,82 @@
+"""The process group as the reducer sees it: every collective of a reduction passes here and is counted."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.errors import CommunicationError
+
+T = TypeVar("T")
+
+
+class Wire:
+    """A process group with counters.
+
+    Args:
+        group: The process group; ``None`` is the default group, or a single process where there is none.
+
+    Attributes:
+        rank: This process's rank in the group.
+        world_size: Ranks in the group.
+        messages: All-reduces issued since the last :meth:`reset_counters`.
+        nbytes: Bytes handed to them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if distributed else 0
+        self.world_size = dist.get_world_size(group) if distributed else 1
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Starts counting anew."""
+        self.messages = 0
+        self.nbytes = 0
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        """Starts an asynchronous SUM all-reduce in place; nothing is sent when there is one rank or no element."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        self.messages += 1
+        self.nbytes += tensor.numel() * tensor.element_size()
+        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def wait(self, work: dist.Work | None, what: str) -> None:
+        """Waits for a collective (on a GPU: makes the current stream wait).
+
+        Args:
+            work: What :meth:`all_reduce` returned.
+            what: Which collective, for the message.
+
+        Raises:
+            CommunicationError: If a peer stopped or did not arrive within the group's timeout.
+        """
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.world_size}: {what} did not complete, because another rank stopped or did"
+                f" not arrive within the timeout; look for the first error among the other ranks' output"
+                f" ({str(error).splitlines()[0]})"
+            ) from error
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value`` (any small picklable object), by rank. Blocks; not for the hot path."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites ``tensor`` in place with the bits that rank 0 holds; it must be contiguous. Blocks."""
+        if self.world_size > 1 and tensor.numel():
+            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+            dist.broadcast(tensor, src=source, group=self.group)
