@@ -317,16 +317,20 @@ class BucketedDDPStrategy(DDPStrategy):
                 f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
                 " self.manual_backward(loss) instead"
             )
-        verdict, self._progress.verdict = self._progress.verdict, Verdict()
-        self._progress.attempted += 1
-        self._progress.last_skipped = self._skips(verdict)
-        if not self._progress.last_skipped:
-            self._progress.consecutive_skips = 0
-            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
-        self._skip(verdict)
-        # Tells torch's schedulers that an optimizer is in use, or the next one to move warns of a wrong order.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return result
+        progress = self._progress
+        verdict, progress.verdict = progress.verdict, Verdict()
+        progress.last_skipped = self._skips(verdict)
+        if progress.last_skipped:
+            self._skip(verdict)
+            # Tells torch's schedulers that an optimizer is in use, or the next one to move warns of a wrong order.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            output = result
+        else:
+            progress.consecutive_skips = 0
+            # The closure has run; torch's optimizer gets its result, since Lightning clips after calling it.
+            output = super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        progress.attempted += 1
+        return output
 
     def _skips(self, verdict: Verdict) -> bool:
         """With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself."""
