@@ -250,7 +250,7 @@ def swapped_branches(rank: int) -> tuple:
             for name in order:  # a chain, so that the order of gradients is the reverse of `order`
                 h = model[name](h)[:, :WIDTH]
             reducer.backward(h.square().mean(), count=4)
-    pointers = {bucket.flat.data_ptr(): number for number, bucket in enumerate(reducer._buckets)}
+    pointers = {bucket.flat.data_ptr(): number for number, bucket in enumerate(reducer._launcher.buckets)}
     order = [pointers[pointer] for pointer in launched if pointer in pointers]
     return fired, order, [p.grad.clone() for p in model.parameters()]
 
@@ -273,9 +273,9 @@ def gradient_storage(rank: int) -> tuple[bool, int, int]:
         for j, context in enumerate((reducer.no_sync(), nullcontext())):
             with context:
                 reducer.backward(mean_loss(model, rows(step, rank, j, 4)), count=4)
-            storages = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer._buckets}
+            storages = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer._launcher.buckets}
             within &= all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters())
-    held = sum(bucket.flat.untyped_storage().nbytes() for bucket in reducer._buckets)
+    held = sum(bucket.flat.untyped_storage().nbytes() for bucket in reducer._launcher.buckets)
     return within, held, sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -7,6 +7,8 @@ the gradient of the mean over all things on all ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -96,12 +98,8 @@ def as_count(value: Any, where: str) -> int:
         CountError: If it is anything else, a fraction or NaN among them.
     """
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    try:
-        count = int(number) if not isinstance(number, float) else -1
-    except (TypeError, ValueError):
-        count = -1
+    whole = isinstance(number, numbers.Real) and not isinstance(number, bool) and math.isfinite(number)
+    count = int(number) if whole and number == int(number) else -1
     if count < 0:
         raise CountError(f"{where}: a count must be an integer of at least 0, got {value!r}")
     return count

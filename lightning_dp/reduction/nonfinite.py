@@ -11,7 +11,7 @@ from lightning_dp.reduction.buckets import Bucket
 
 
 def scale_and_check_(flat: Tensor, factor: float = 1.0) -> Tensor:
-    """Multiplies ``flat`` by ``factor`` in place and looks for NaN and Inf, in one pass.
+    """Multiplies ``flat`` by ``factor`` in place and tells whether the result holds NaN or Inf, mostly in one pass.
 
     Args:
         flat: Floating-point tensor of any real dtype.
@@ -20,8 +20,9 @@ def scale_and_check_(flat: Tensor, factor: float = 1.0) -> Tensor:
     Returns:
         Zero-dimensional float32 tensor on the same device: 1.0 if an element is not finite, else 0.0.
     """
-    if flat.dtype is torch.float64 and factor != 1.0:
-        # The fused operator takes its factor in float32, which would cost float64 half its digits.
+    if factor > 1.0 or (flat.dtype is torch.float64 and factor != 1.0):
+        # The fused operator looks before it multiplies, so it would miss an overflow; and it takes its factor in
+        # float32, which would cost float64 half its digits.
         flat.mul_(factor)
         factor = 1.0
     found = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -66,8 +67,8 @@ class LocalCheck:
         else:
             # The gradients are overwritten by their sum before the host knows the flag, so what names the culprit
             # is kept aside on the device: the largest absolute value of each gradient, NaN if it holds one.
-            views = [view for view in bucket.views if view.numel()]
-            peaks = torch.stack([peak.float() for peak in torch._foreach_norm(views, float("inf"))])
+            views = [torch.view_as_real(v) if v.is_complex() else v for v in bucket.views if v.numel()]
+            peaks = torch.stack(torch._foreach_norm(views, float("inf")))
             self._found.append((~torch.isfinite(peaks)).any().float())
             self._suspects.append((bucket, peaks))
 

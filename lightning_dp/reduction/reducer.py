@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dp.errors import CountError, LateGradientError, LightningDPError
+from lightning_dp.errors import CountError, LightningDPError
 from lightning_dp.insight.timeline import StepTimes, Timeline
 from lightning_dp.reduction import ballot as ballots
 from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.ballot import Ballot, Reason, Tally, Verdict
-from lightning_dp.reduction.buckets import Bucket, BucketPlan, plan_buckets
+from lightning_dp.reduction.buckets import BucketPlan, plan_buckets
+from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 from lightning_dp.reduction.replication import verify_same_structure
 from lightning_dp.reduction.wire import Wire
@@ -99,10 +100,6 @@ class GradientReducer:
         StructureMismatchError: If ranks pass parameters of different names, shapes or dtypes.
     """
 
-    # Above this many elements a gradient is moved into its bucket at once, while it is in the cache; smaller ones are
-    # moved together, one fused copy a bucket. On a GPU the fused copy serves all, as a launch costs more than a miss.
-    EAGER_COPY_NUMEL = 16_384
-
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
@@ -124,7 +121,7 @@ class GradientReducer:
         self._discard = False
         self._stray = False
         self._averaged = False
-        self._carry: list[tuple[int, Tensor]] = []
+        self._carry: dict[int, Tensor] = {}
         self._count = 0
         self._labels: list[str] = []
         self._set_up()
@@ -249,14 +246,10 @@ class GradientReducer:
         self.plan: BucketPlan = plan_buckets(
             self._parameters, self._order, config.bucket_cap_mb * MIB, config.first_bucket_cap_mb * MIB
         )
-        # Old buckets are given up first, unless gradients that live in them still have to move.
-        self._buckets: list[Bucket] = []
-        self._buckets = [Bucket(layout, self._parameters) for layout in self.plan.buckets]
-        self._place = {
-            index: (number, slot)
-            for number, layout in enumerate(self.plan.buckets)
-            for slot, index in enumerate(layout.indices)
-        }
+        check = self._check if config.check_nonfinite else None
+        # The old buckets are given up first; a gradient that lives in one keeps it until it has moved.
+        self.__dict__.pop("_launcher", None)
+        self._launcher = Launcher(self.plan, self._named, self.wire, check, self._timeline)
 
     def _learn(self) -> None:
         """Adopts the order of rank 0's first backward on every rank, and this rank's own counts.
@@ -288,13 +281,11 @@ class GradientReducer:
         self._discard = count == 0
         self._count += count
         self._labels.append(label)
-        self._launched = 0
-        self._works: list[dist.Work | None] = []
-        self._used: list[bool] = [False] * len(self._parameters)
         self._timeline.start()
         if self._expected is None:
             self._arrivals = Arrivals(len(self._parameters))
-        self._await_arrivals()
+        at_once = self.config.overlap and self._sync and not self._discard
+        self._launcher.arm(self._expected if at_once else None)
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
             self._set_grads([None] * len(self._parameters))
@@ -309,18 +300,11 @@ class GradientReducer:
         self._count, self._labels = 0, []
         self._check.reset()
         # An averaged gradient is equal on all ranks; summed once more it would be multiplied by their number.
-        self._carry = [(index, p.grad.clone()) for index, p in enumerate(self._parameters) if p.grad is not None]
-        for index, _ in self._carry:
+        self._carry = {index: p.grad.clone() for index, p in enumerate(self._parameters) if p.grad is not None}
+        for index in self._carry:
             self._parameters[index].grad = None
         if self._next_order != self._order:
             self._allocate()
-
-    def _await_arrivals(self) -> None:
-        """Counts, for each bucket, the parameters that still have to fire."""
-        self._fires = [0] * len(self._parameters)
-        self._pending = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
-        if self._expected is None or not self.config.overlap or self._discard or not self._sync:
-            self._pending = [pending + 1 for pending in self._pending]  # not complete before the end
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         def on_accumulated(parameter: Tensor) -> None:
@@ -332,42 +316,12 @@ class GradientReducer:
         if not self._pass_open:
             self._stray = True
             return
-        self._fires[index] += 1
         if self._arrivals is not None:
             self._arrivals.record(index)
         if self._discard:
             parameter.grad = None
-            return
-        number, slot = self._place[index]
-        if number < self._launched:
-            raise LateGradientError(
-                f"rank {self.wire.rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
-                f" sent: it was accumulated {self._fires[index]} times in this backward, more often than in the"
-                " first one; use overlap=False for this model"
-            )
-        if parameter.numel() >= self.EAGER_COPY_NUMEL and parameter.device.type == "cpu":
-            self._buckets[number].take(slot)
-        if self._expected is not None and self._fires[index] == self._expected[index]:
-            self._pending[number] -= 1
-            if self._pending[number] == 0:
-                self._timeline.mark("ready", number)
-                self._launch_complete()
-
-    def _launch_complete(self) -> None:
-        """Launches, strictly in order, the buckets that are complete."""
-        while self._launched < len(self._buckets) and self._pending[self._launched] == 0:
-            self._launch()
-
-    def _launch(self) -> None:
-        number, bucket = self._launched, self._buckets[self._launched]
-        self._timeline.mark("ready", number)
-        for index, has_grad in zip(bucket.layout.indices, bucket.fill(), strict=True):
-            self._used[index] = has_grad
-        if self.config.check_nonfinite:
-            self._check.look(bucket)
-        self._timeline.mark("launch", number)
-        self._works.append(self.wire.all_reduce(bucket.flat))
-        self._launched += 1
+        else:
+            self._launcher.arrived(index)
 
     def _end(self, divided_by: int | None) -> None:
         self._timeline.mark("backward_end")
@@ -376,11 +330,10 @@ class GradientReducer:
             self._set_grads(self._held)
             self._held = []
         if not self._sync:
-            for bucket in self._buckets:
+            for bucket in self._launcher.buckets:
                 bucket.take_all()
             return
-        while self._launched < len(self._buckets):
-            self._launch()
+        self._launcher.launch_rest()
         self._finish(divided_by)
 
     def _set_grads(self, grads: list[Tensor | None]) -> None:
@@ -391,13 +344,10 @@ class GradientReducer:
 
     def _finish(self, divided_by: int | None) -> None:
         """Casts the ballot, waits, and makes the gradients final."""
-        cast = Ballot(self._count, len(self._labels), self._used)
-        flag = self._check.flag() if self.config.check_nonfinite else torch.zeros((), device=self._device)
-        message = ballots.encode(cast, flag, self.wire.rank, self.wire.world_size)
+        cast = Ballot(self._count, len(self._labels), self._launcher.used)
+        message = ballots.encode(cast, self._check.flag(), self.wire.rank, self.wire.world_size)
         ballot_work = self.wire.all_reduce(message)
-        for number, work in enumerate(self._works):
-            self.wire.wait(work, f"the all-reduce of bucket {number} of {len(self._works)}")
-            self._timeline.mark("done", number)
+        self._launcher.wait()
         self.wire.wait(ballot_work, "the ballot")
         self._timeline.mark("end")
         tally = ballots.decode(message, self.wire.world_size, len(self._parameters))
@@ -407,7 +357,7 @@ class GradientReducer:
         self._publish(tally)
         self._learn_from(tally)
         self.last = Reduction(
-            verdict, tally, factor, self.wire.messages, self.wire.nbytes, self._timeline.read(len(self._buckets))
+            verdict, tally, factor, self.wire.messages, self.wire.nbytes, self._timeline.read(len(self.plan.buckets))
         )
         self.wire.reset_counters()
         self._averaged = True
@@ -424,7 +374,7 @@ class GradientReducer:
     def _scale(self, factor: float) -> bool:
         """Multiplies all buckets; tells whether a sum is not finite, the same on every rank."""
         found = []
-        for bucket in self._buckets:
+        for bucket in self._launcher.buckets:
             if self.config.check_nonfinite and bucket.flat.numel():
                 found.append(scale_and_check_(bucket.flat, factor))
             elif factor != 1.0:
@@ -446,18 +396,16 @@ class GradientReducer:
 
     def _publish(self, tally: Tally) -> None:
         """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
-        for bucket in self._buckets:
+        for bucket in self._launcher.buckets:
             for index, parameter, view in zip(bucket.layout.indices, bucket.parameters, bucket.views, strict=True):
-                if tally.users[index] == 0:
+                carried = self._carry.pop(index, None)
+                if carried is not None:
+                    view.add_(carried)
+                elif tally.users[index] == 0:
                     parameter.grad = None
-                elif parameter.grad is not view:
+                    continue
+                if parameter.grad is not view:
                     parameter.grad = view
-        for index, carried in self._carry:
-            number, slot = self._place[index]
-            view = self._buckets[number].views[slot]
-            # Where nobody had a gradient the view was reduced as zeros.
-            self._parameters[index].grad = view.add_(carried)
-        self._carry = []
 
     def _learn_from(self, tally: Tally) -> None:
         if tally.count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -24,11 +25,7 @@ def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wir
     Raises:
         StructureMismatchError: On every rank, naming the first rank and tensor that differ from rank 0's.
     """
-    described = [
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        + (" trainable" if tensor.requires_grad else "")
-        for name, tensor in named_tensors
-    ]
+    described = [_describe(name, tensor) for name, tensor in named_tensors]
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
     if len(set(wire.gather(digest))) == 1:
         return
@@ -37,21 +34,29 @@ def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wir
     for rank, theirs in enumerate(everyone):
         if theirs == reference:
             continue
-        here, there = next(
-            ((a, b) for a, b in zip(theirs, reference, strict=False) if a != b),
-            (f"{len(theirs)} tensors", f"{len(reference)} tensors"),
-        )
+        pairs = zip_longest(theirs, reference, fillvalue="nothing more")
+        here, there = next((a, b) for a, b in pairs if a != b)
         raise StructureMismatchError(
             f"the model differs between ranks: rank {rank} has '{here}' where rank 0 has '{there}'; build the same"
             " modules, frozen in the same places, on every rank"
         )
 
 
+def _describe(name: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # Gradients lie in memory as their parameters do, so a sum over different strides would mix elements.
+    strides = "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
+    return f"{name}: {dtype} {tuple(tensor.shape)}{strides}{' trainable' if tensor.requires_grad else ''}"
+
+
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], wire: Wire) -> None:
     """Overwrites every rank's tensors with rank 0's, bit for bit, whatever their dtype and strides."""
     for tensor in tensors:
         source = tensor.detach()
-        contiguous = source.contiguous()
+        for dim, stride in enumerate(source.stride()):
+            if stride == 0 and source.shape[dim] > 1:  # an expanded tensor: its elements are one in memory
+                source = source.narrow(dim, 0, 1)
+        contiguous = source.resolve_conj().contiguous()
         # As bytes: backends differ in the dtypes that they accept (bool, complex, float8).
         wire.broadcast(contiguous.reshape(-1).view(torch.uint8))
         if contiguous.data_ptr() != source.data_ptr():

@@ -1,0 +1,122 @@
+"""Launching buckets as their gradients arrive: strictly in order, on every rank the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.errors import LateGradientError
+from lightning_dp.insight.timeline import Timeline
+from lightning_dp.reduction.buckets import Bucket, BucketPlan
+from lightning_dp.reduction.nonfinite import LocalCheck
+from lightning_dp.reduction.wire import Wire
+
+
+class Launcher:
+    """The buckets of one plan and, during a backward, which of them have left.
+
+    Bucket k leaves before bucket k + 1 on every rank, whatever order gradients arrive in: ranks whose collectives are
+    issued in different orders would add up different buckets, or wait for each other for ever.
+
+    Args:
+        plan: Layout of the buckets.
+        named_parameters: The parameters that the plan was made from.
+        wire: Where buckets are sent.
+        check: Looks at each bucket before it leaves; ``None`` does not look.
+        timeline: Notes when each bucket was ready, launched and done.
+
+    Attributes:
+        buckets: The buckets, in launch order.
+        used: For each parameter whether this rank had a gradient in the buckets launched.
+    """
+
+    # Above this many elements a gradient is moved into its bucket at once, while it is in the cache; smaller ones are
+    # moved together, one fused copy a bucket. On a GPU the fused copy serves all, as a launch costs more than a miss.
+    EAGER_COPY_NUMEL = 16_384
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        wire: Wire,
+        check: LocalCheck | None,
+        timeline: Timeline,
+    ) -> None:
+        self._named = named_parameters
+        self._wire = wire
+        self._check = check
+        self._timeline = timeline
+        parameters = [parameter for _, parameter in named_parameters]
+        self.buckets = [Bucket(layout, parameters) for layout in plan.buckets]
+        self._place = {
+            index: (number, slot)
+            for number, layout in enumerate(plan.buckets)
+            for slot, index in enumerate(layout.indices)
+        }
+        self.arm(None)
+
+    def arm(self, expected: Sequence[int] | None) -> None:
+        """Makes ready for one backward.
+
+        Args:
+            expected: How often each parameter fires in it; a bucket leaves when all of its trainable parameters have.
+                ``None``: nothing leaves before :meth:`launch_rest`.
+        """
+        self._expected = expected
+        self._fires = [0] * len(self._named)
+        self._pending = [sum(p.requires_grad for p in bucket.parameters) for bucket in self.buckets]
+        self._works: list[dist.Work | None] = []
+        self.used = [False] * len(self._named)
+
+    @property
+    def launched(self) -> int:
+        """Number of buckets that have left."""
+        return len(self._works)
+
+    def arrived(self, index: int) -> None:
+        """Takes note that the gradient of parameter ``index`` was accumulated; launches what became complete.
+
+        Raises:
+            LateGradientError: If its bucket has left already.
+        """
+        self._fires[index] += 1
+        number, slot = self._place[index]
+        if number < self.launched:
+            raise LateGradientError(
+                f"rank {self._wire.rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
+                f" sent: it was accumulated {self._fires[index]} times in this backward, more often than in the first"
+                " one; use overlap=False for this model"
+            )
+        parameter = self._named[index][1]
+        if parameter.numel() >= self.EAGER_COPY_NUMEL and parameter.device.type == "cpu":
+            self.buckets[number].take(slot)
+        if self._expected is not None and self._fires[index] == self._expected[index]:
+            self._pending[number] -= 1
+            if self._pending[number] == 0:
+                self._timeline.mark("ready", number)
+            while self.launched < len(self.buckets) and self._pending[self.launched] == 0:
+                self._launch()
+
+    def launch_rest(self) -> None:
+        """Launches all buckets that have not left, complete or not; a missing gradient counts as zero."""
+        while self.launched < len(self.buckets):
+            self._launch()
+
+    def wait(self) -> None:
+        """Waits for all buckets (on a GPU: makes the current stream wait)."""
+        for number, work in enumerate(self._works):
+            self._wire.wait(work, f"the all-reduce of bucket {number} of {len(self._works)}")
+            self._timeline.mark("done", number)
+
+    def _launch(self) -> None:
+        number = self.launched
+        bucket = self.buckets[number]
+        self._timeline.mark("ready", number)
+        for index, has_grad in zip(bucket.layout.indices, bucket.fill(), strict=True):
+            self.used[index] = has_grad
+        if self._check is not None:
+            self._check.look(bucket)
+        self._timeline.mark("launch", number)
+        self._works.append(self._wire.all_reduce(bucket.flat))
