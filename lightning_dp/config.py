@@ -28,6 +28,8 @@ class BucketedDDPConfig:
     nonfinite: Any = "skip"
     max_consecutive_skips: int = 10
     overlap: bool = True
+    uneven: str = "auto"
+    pad_samples: bool = False
     process_group_backend: Optional[str] = None  # noqa: UP045 - omegaconf 2.3 knows no `str | None`
     timeout: float = 1800.0
     start_method: str = "popen"
@@ -64,4 +66,6 @@ def drop_unused_arguments(cfg: DictConfig, group: str, overrides: Sequence[str])
     config: DictConfig = cfg[group]
     if "_target_" not in named:
         return config
-    return OmegaConf.masked_copy(config, [key for key in config if key in named])
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return OmegaConf.create({key: value for key, value in resolved.items() if key in named})

@@ -36,5 +36,9 @@ class NonFiniteGradientError(LightningDPError):
     """A gradient held NaN or Inf and the policy, or the limit on consecutive skips, ends the run."""
 
 
+class UnevenDataError(LightningDPError):
+    """Ranks have different numbers of batches where the settings do not allow it, or cannot go on from a checkpoint."""
+
+
 class CountWarning(UserWarning):
     """The count of a micro-batch is a guess."""

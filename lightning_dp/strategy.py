@@ -11,19 +11,24 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, SyncBatchNorm
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 
 from lightning_dp.data.counts import CountFunction, as_count, resolve_count
+from lightning_dp.data.padding import UNEVEN_POLICIES, PaddingPolicy, sequence_number, without_trace
 from lightning_dp.errors import ConfigurationError, CountWarning, NonFiniteGradientError, UnreducedGradientError
 from lightning_dp.insight.run_report import RunFigures, RunReport
+from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.reduction.ballot import Reason, Verdict
 from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
@@ -84,6 +89,9 @@ class BucketedDDPStrategy(DDPStrategy):
         nonfinite: ``"skip"`` the step on all ranks, ``"raise"`` on all ranks, or do not look (``"off"``).
         max_consecutive_skips: After this many skipped steps in a row all ranks raise.
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
+        uneven: What a rank does when its data has run out before the others': see
+            :class:`lightning_dp.data.padding.PaddingPolicy`; ``"error"`` raises on all ranks.
+        pad_samples: Let Lightning's sampler repeat samples until all ranks have equally many, as it does elsewhere.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
         timeout: How long a rank waits for another one; a timedelta or seconds.
         start_method: How Lightning starts the other local processes: ``"popen"``, ``"spawn"`` or ``"fork"``.
@@ -103,6 +111,8 @@ class BucketedDDPStrategy(DDPStrategy):
         nonfinite: Literal["skip", "raise", "off"] = "skip",
         max_consecutive_skips: int = 10,
         overlap: bool = True,
+        uneven: Literal["auto", "skip", "replay", "error"] = "auto",
+        pad_samples: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -118,6 +128,8 @@ class BucketedDDPStrategy(DDPStrategy):
             raise ConfigurationError(
                 f"nonfinite={nonfinite!r} is not known: use one of {', '.join(NONFINITE_POLICIES)}"
             )
+        if uneven not in UNEVEN_POLICIES:
+            raise ConfigurationError(f"uneven={uneven!r} is not known: use one of {', '.join(UNEVEN_POLICIES)}")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         _check_positive("timeout", seconds)
         super().__init__(
@@ -130,12 +142,15 @@ class BucketedDDPStrategy(DDPStrategy):
         self._ddp_kwargs = {name: kwargs[name] for name in _INHERENT_ARGUMENTS if name in kwargs}
         self._count_function = resolve_count(count)
         self._nonfinite = nonfinite
+        self._uneven = uneven
+        self._pad_samples = bool(pad_samples)
         self._max_consecutive_skips = int(max_consecutive_skips)
         self._reducer_config = ReducerConfig(
             float(bucket_cap_mb), float(first_bucket_cap_mb), bool(overlap), check_nonfinite=nonfinite != "off"
         )
         self._reducer: GradientReducer | None = None
-        self._restored: dict[str, Any] | None = None
+        self._loaders: TrainerLoaders | None = None
+        self._policy: PaddingPolicy | None = None
         self._reset_progress()
 
     # ------------------------------------------------------------------------------------------- what users call
@@ -149,7 +164,8 @@ class BucketedDDPStrategy(DDPStrategy):
         Raises:
             CountError: If it is no integer of at least 0.
         """
-        self._count = as_count(count, self._where())
+        if not self._padding:
+            self._count = as_count(count, self._where())
 
     @property
     def skipped_steps(self) -> int:
@@ -221,6 +237,15 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Sets the model up; when fitting, attaches the reducer."""
+        module = self.lightning_module
+        assert module is not None
+        self._remove_loaders()
+        self._loaders = TrainerLoaders(
+            trainer, self._control, self._uneven, self._pad_samples, must_replay=self._must_replay(trainer)
+        )
+        if trainer.predicting:
+            # A rank may have nothing to predict; Lightning would refuse that, on this rank alone.
+            module.allow_zero_length_dataloader_with_multiple_devices = True
         super().setup(trainer)
         if self.global_rank != 0:
             warnings.simplefilter("ignore", CountWarning)  # said once, by rank 0
@@ -236,8 +261,15 @@ class BucketedDDPStrategy(DDPStrategy):
         loop = trainer.fit_loop.epoch_loop
         loop.update_lr_schedulers = partial(self._update_lr_schedulers, loop.update_lr_schedulers)  # type: ignore[method-assign]
 
+    def setup_distributed(self) -> None:
+        """Makes the process group and, beside one that works on GPUs, one for small messages between hosts."""
+        super().setup_distributed()
+        on_host = not dist.is_initialized() or self._process_group_backend == "gloo"
+        self._control = Wire(None if on_host else dist.new_group(backend="gloo", timeout=self._timeout))
+
     def teardown(self) -> None:
-        """Removes the hooks and what was put into Lightning's loop."""
+        """Removes the hooks and what was put into Lightning's loops."""
+        self._remove_loaders()
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
@@ -249,19 +281,92 @@ class BucketedDDPStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Nothing to add: errors name their own cause (the base class explains torch DDP's flags here)."""
 
+    # ------------------------------------------------------------------------------------------- loaders
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Wraps a loader so that all ranks iterate equally often."""
+        return self._loaders.process(dataloader) if self._loaders is not None else dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Takes note of whether the batch is padding, then moves it."""
+        self._padding = False
+        self._policy = None
+        if self._loaders is not None and self.lightning_module is not None:
+            self._padding, self._policy = self._loaders.take(dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _must_replay(self, trainer: Trainer) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        sync_batchnorm = self._layer_sync is not None or any(isinstance(m, SyncBatchNorm) for m in module.modules())
+        return sync_batchnorm or not module.automatic_optimization
+
+    def _remove_loaders(self) -> None:
+        if self._loaders is not None:
+            self._loaders.remove()
+            self._loaders = None
+
     # ------------------------------------------------------------------------------------------- one micro-batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before the very first micro-batch of a run all ranks agree on what a micro-batch usually counts."""
         super().on_train_batch_start(batch, batch_idx)
         self._batch_idx = batch_idx
+        if self._loaders is not None:
+            self._loaders.follow_lengths()
         if self._reducer is not None and self._reducer.reference is None:
             self._reducer.agree_reference(self._count_of(batch))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Counts the batch, then runs the module's ``training_step``."""
-        self._count = self._count_of(args[0] if args else kwargs.get("batch"))
-        return super().training_step(*args, **kwargs)
+        """Counts the batch, then runs the module's ``training_step``.
+
+        A step that returns ``None``, and a padding batch, contribute nothing: they count 0.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self._count = 0 if self._padding else self._count_of(args[0] if args else kwargs.get("batch"))
+        output = self._run_step(super().training_step, *args, **kwargs)
+        if output is not None or not module.automatic_optimization:
+            return output
+        # Lightning refuses None when there are several ranks (automatic.py:322), before it asks the strategy.
+        self._count = 0
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's ``validation_step``; a padding batch leaves no trace."""
+        return self._run_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's ``test_step``; a padding batch leaves no trace."""
+        return self._run_step(super().test_step, *args, **kwargs)
+
+    def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        policy = self._policy
+        assert module is not None
+        if policy is None:
+            return step(*args, **kwargs)
+        if self._padding and not policy.replays:
+            return None
+        before = sequence_number(self._world())
+        if self._padding:
+            with without_trace(module, self._logged):
+                output = step(*args, **kwargs)
+        else:
+            output = step(*args, **kwargs)
+        after = sequence_number(self._world())
+        policy.ran_step(communicated=before is None or before != after)
+        return output
+
+    def _world(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def _logged(self) -> list[Metric]:
+        """The values that ``self.log`` has collected in the loop under way."""
+        module = self.lightning_module
+        assert module is not None
+        results = module.trainer._results
+        return list(results.values()) if results is not None else []
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -364,11 +469,23 @@ class BucketedDDPStrategy(DDPStrategy):
             return
         update(interval, update_plateau_schedulers=update_plateau_schedulers)
 
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """As the base class; a mean of integers is not cut to an integer, so that ``self.log`` can weigh by batch."""
+        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if averages and isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Adds what a resumed run needs; plain numbers and strings, the same on every rank."""
         if self._reducer is not None:
+            module = self.lightning_module
+            # After an exception this rank may be alone, and states of loaders are gathered.
+            together = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
             checkpoint[CHECKPOINT_KEY] = {
                 "version": CHECKPOINT_VERSION,
                 "attempted_steps": self._progress.attempted,
@@ -376,6 +493,7 @@ class BucketedDDPStrategy(DDPStrategy):
                 "consecutive_skips": self._progress.consecutive_skips,
                 "total_count": self._progress.total_count,
                 "reducer": self._reducer.state_dict(),
+                "loaders": self._loaders.state() if self._loaders is not None and together else [],
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -388,6 +506,8 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress.attempted, self._progress.skipped = state["attempted_steps"], state["skipped_steps"]
         self._progress.consecutive_skips, self._progress.total_count = state["consecutive_skips"], state["total_count"]
         self._reducer.load_state_dict(state["reducer"])
+        if self._loaders is not None:
+            self._loaders.restore(state["loaders"])
 
     # ------------------------------------------------------------------------------------------- bookkeeping
 
@@ -395,6 +515,8 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress = _Progress()
         self._figures = RunFigures()
         self._count = 1
+        self._padding = False
+        self._policy = None
         self._batch_idx = 0
         self._buckets = 0
         self._gradient_bytes = 0

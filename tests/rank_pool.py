@@ -43,10 +43,19 @@ class RankPool:
         self._context.set_forkserver_preload(["torch", "lightning.pytorch", "torchmetrics"])
         self._workers: dict[int, tuple[Any, Connection]] = {}
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        group_timeout: float = GROUP_TIMEOUT,
+    ) -> list[Any]:
         """Results of ``function(rank, *args)`` by rank; :class:`RankFailureError` if a rank raised or hung."""
         with tempfile.TemporaryDirectory() as folder:
-            job = pickle.dumps((function.__module__, function.__qualname__, args, world_size, f"{folder}/store"))
+            job = pickle.dumps(
+                (function.__module__, function.__qualname__, args, world_size, f"{folder}/store", group_timeout)
+            )
             for rank in range(world_size):
                 self._connection(rank).send_bytes(job)
             replies = self._collect(world_size, timeout)
@@ -104,11 +113,11 @@ def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            module, name, args, world_size, store = pickle.loads(connection.recv_bytes())
+            job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
-            reply = (True, _call(rank, module, name, args, world_size, store))
+            reply = (True, _call(rank, *job))
         except BaseException as error:
             reply = (False, traceback.format_exc(), error)
         try:
@@ -117,7 +126,7 @@ def _serve(rank: int, connection: Connection) -> None:
             connection.send_bytes(pickle.dumps((False, reply[1], None)))
 
 
-def _call(rank: int, module: str, name: str, args: tuple, world_size: int, store: str) -> Any:
+def _call(rank: int, module: str, name: str, args: tuple, world_size: int, store: str, group_timeout: float) -> Any:
     import importlib
 
     import torch.distributed as dist
@@ -137,7 +146,7 @@ def _call(rank: int, module: str, name: str, args: tuple, world_size: int, store
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
+        timeout=timedelta(seconds=group_timeout),
     )
     try:
         return getattr(importlib.import_module(module), name)(rank, *args)

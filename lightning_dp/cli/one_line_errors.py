@@ -37,9 +37,10 @@ def one_line_errors() -> Generator[None, None, None]:
 
 def _one_line(error: BaseException) -> str | None:
     """What is wrong and what is allowed; ``None`` if the cause is no setting but a failure while running."""
+    own = next((cause for cause in _chain(error) if isinstance(cause, ConfigurationError)), None)
+    if own is not None:
+        return str(own)
     for cause in _chain(error):
-        if isinstance(cause, ConfigurationError):
-            return str(cause)
         if isinstance(cause, MissingConfigException) and cause.options is not None and cause.missing_cfg_file:
             group, _, choice = cause.missing_cfg_file.rpartition("/")
             return f"{group}={choice} is not known: use one of {', '.join(cause.options)}"

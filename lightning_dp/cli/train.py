@@ -63,9 +63,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 
 def _summary(trainer: Trainer, results: Mapping[str, float], metric: str) -> Table:
-    rows: dict[str, str] = {}
-    if metric in results:
-        rows[metric] = f"{results[metric]:.4f}"
+    rows = {metric: f"{results[metric]:.4f}" if metric in results else "was not logged"}
     if isinstance(trainer.strategy, BucketedDDPStrategy):
         rows.update(_communication(trainer.strategy.report()))
     else:

@@ -16,12 +16,18 @@ class DigitsNet(LightningModule):
     Args:
         channels: Channels of the first convolution; the second has twice as many.
         hidden: Width of the hidden linear layer.
+        dropout: Share of features dropped before each linear layer in training.
         learning_rate: Peak learning rate of AdamW; it follows one cosine to zero over the run.
         weight_decay: Weight decay of AdamW.
     """
 
     def __init__(
-        self, channels: int = 32, hidden: int = 128, learning_rate: float = 3e-3, weight_decay: float = 1e-2
+        self,
+        channels: int = 32,
+        hidden: int = 128,
+        dropout: float = 0.4,
+        learning_rate: float = 5e-3,
+        weight_decay: float = 1e-2,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -32,8 +38,10 @@ class DigitsNet(LightningModule):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
+            nn.Dropout(dropout),
             nn.Linear(2 * channels * 16, hidden),
             nn.ReLU(),
+            nn.Dropout(dropout),
             nn.Linear(hidden, 10),
         )
         self.loss = nn.CrossEntropyLoss()
@@ -54,16 +62,18 @@ class DigitsNet(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Accumulates the accuracy over all ranks' images."""
-        self._evaluate(batch, self.val_accuracy, "val/accuracy")
+        self._evaluate(batch, self.val_accuracy, "val")
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Accumulates the accuracy over all ranks' images."""
-        self._evaluate(batch, self.test_accuracy, "test/accuracy")
+        self._evaluate(batch, self.test_accuracy, "test")
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy, name: str) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor], accuracy: MulticlassAccuracy, stage: str) -> None:
         images, labels = batch
-        accuracy(self(images), labels)
-        self.log(name, accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        logits = self(images)
+        accuracy(logits, labels)
+        self.log(f"{stage}/accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/loss", self.loss(logits, labels), on_step=False, on_epoch=True, sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]
         """AdamW under a cosine schedule that moves with every optimizer step."""

@@ -19,7 +19,7 @@ class DigitsDataModule(LightningDataModule):
         split_seed: Seed of the split; the same on all ranks.
     """
 
-    def __init__(self, batch_size: int = 32, num_workers: int = 0, split_seed: int = 0) -> None:
+    def __init__(self, batch_size: int = 16, num_workers: int = 0, split_seed: int = 0) -> None:
         super().__init__()
         self.save_hyperparameters()
         self._sets: dict[str, TensorDataset] = {}

@@ -156,7 +156,8 @@ class GradientReducer:
 
         Args:
             count: Weight of the micro-batch: the number of samples, tokens, ... that its mean loss is over. With 0
-                its gradient is dropped, NaN or not, and this rank still takes part.
+                its gradient is dropped, NaN or not, and this rank still takes part. A loss that reaches no parameter,
+                like a constant, counts 0 by itself.
             label: What to call the micro-batch in messages, like ``"batch 17"``.
             divided_by: What the loss has been divided by already for accumulation; undone in the final average.
                 ``None`` takes losses as they are and adds the averages of the window's micro-batches up, as repeated
@@ -277,9 +278,9 @@ class GradientReducer:
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
         self._start_window()
-        self._pass_open, self._stray = True, False
+        self._pass_open, self._stray, self._reached = True, False, False
         self._discard = count == 0
-        self._count += count
+        self._pass_count = count
         self._labels.append(label)
         self._timeline.start()
         if self._expected is None:
@@ -316,6 +317,7 @@ class GradientReducer:
         if not self._pass_open:
             self._stray = True
             return
+        self._reached = True
         if self._arrivals is not None:
             self._arrivals.record(index)
         if self._discard:
@@ -326,6 +328,8 @@ class GradientReducer:
     def _end(self, divided_by: int | None) -> None:
         self._timeline.mark("backward_end")
         self._pass_open = False
+        if self._reached:
+            self._count += self._pass_count
         if self._discard:
             self._set_grads(self._held)
             self._held = []

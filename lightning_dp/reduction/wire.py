@@ -75,8 +75,18 @@ class Wire:
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
+    def broadcast_object(self, value: T, source: int) -> T:
+        """Rank ``source``'s ``value`` (any picklable object), on every rank. Blocks; not for the hot path."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self._global_rank(source), group=self.group)
+        return values[0]
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites ``tensor`` in place with the bits that rank 0 holds; it must be contiguous. Blocks."""
         if self.world_size > 1 and tensor.numel():
-            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-            dist.broadcast(tensor, src=source, group=self.group)
+            dist.broadcast(tensor, src=self._global_rank(0), group=self.group)
+
+    def _global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank) if self.group is not None else rank

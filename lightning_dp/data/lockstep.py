@@ -1,0 +1,335 @@
+"""Loaders that keep ranks in step: all ranks iterate equally often, whatever their loaders hold.
+
+Lightning communicates in every iteration of its training loop, so no rank may leave the loop before the others. A rank
+whose data has run out goes on with *padding batches*, which count 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dp.data.padding import PaddingPolicy
+from lightning_dp.data.samplers import UnpaddedSampler
+from lightning_dp.errors import UnevenDataError
+from lightning_dp.reduction.wire import Wire
+
+_END: Any = object()
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What is known of one batch that was handed out.
+
+    Attributes:
+        padding: Whether it only keeps the rank in step.
+        position: Lockstep position in the epoch after it: how many batches each rank has been handed.
+        own: How many of them came from the rank's own loader.
+        inner: State of a stateful loader after it.
+    """
+
+    padding: bool
+    position: int
+    own: int
+    inner: Any = None
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where a rank stands in an epoch; plain values, for a checkpoint.
+
+    Attributes:
+        position: Lockstep position, the same on every rank.
+        own: Batches taken from the rank's own loader.
+        samples: Samples of the epoch's order seen by all ranks together, if the loader's sampler knows; else ``None``.
+        finished: Whether the epoch's data is used up on all ranks, so that the next epoch starts afresh.
+        rng: State of torch's global generator when the epoch's iteration began, for loaders that shuffle by it.
+        generator: The same of the loader's own generator, if it has one.
+        inner: State of a stateful loader.
+    """
+
+    position: int
+    own: int
+    samples: int | None
+    finished: bool
+    rng: Tensor
+    generator: Tensor | None = None
+    inner: Any = None
+
+    as_dict = asdict
+
+
+class LockstepLoader:
+    """Wraps a rank's loader so that all ranks iterate equally often.
+
+    Sized loaders agree on the largest length with one message an epoch. Loaders without a length ask, one batch ahead,
+    whether any rank has another batch; the answer is on its way while the current batch is trained on.
+
+    Args:
+        loader: The rank's own loader, of any kind that can be iterated.
+        wire: The ranks, over a group that works on CPU tensors.
+        policy: What becomes of padding batches.
+        ends_early: End here, instead of padding, where ``policy`` would skip the step: for loops that do not
+            communicate by themselves.
+        strict: Raise on all ranks where ranks have different numbers of batches.
+
+    Attributes:
+        sized: Whether all ranks' loaders have a length.
+
+    Raises:
+        UnevenDataError: While iterating, if ``strict``.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        wire: Wire,
+        policy: PaddingPolicy,
+        ends_early: bool = False,
+        strict: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.policy = policy
+        self._wire = wire
+        self._ends_early = ends_early
+        self._strict = strict
+        self._handed_out: deque[Delivery] = deque()
+        self._resumed_from: LoaderState | None = None
+        self._spare = _END
+        self.sized = min(wire.gather(_length(loader))) >= 0
+        self._begin_epoch()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "state_dict", "load_state_dict"):
+            raise AttributeError(name)  # with the latter two Lightning would save rank 0's state for all ranks
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets these on what it takes for the loader.
+        target = self.loader if name in ("worker_init_fn", "_iterator") else self
+        object.__setattr__(target, name, value)
+
+    def __len__(self) -> int:
+        """Batches that every rank iterates over in this epoch."""
+        if not self.sized:
+            raise TypeError("a rank's loader has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        """Starts an epoch; nothing is loaded before the first batch is asked for."""
+        self._begin_epoch()
+        self._resumed_from = None
+        self.policy.start_epoch()
+        return self._iterate_sized() if self.sized else self._iterate_unsized()
+
+    def take(self) -> bool:
+        """Takes note that the batch handed out first goes into a step now; returns whether it is padding.
+
+        The loop may fetch ahead, so what was handed out and what was used are two things; state is of what was used.
+        """
+        if not self._handed_out:
+            return False
+        self._used = self._handed_out.popleft()
+        return self._used.padding
+
+    # ------------------------------------------------------------------------------------------- state
+
+    def state(self) -> LoaderState:
+        """Where this rank stands, as of the batches used."""
+        used = self._used
+        finished = used.position >= self._length if self.sized else self._ended and not self._handed_out
+        return LoaderState(
+            used.position, used.own, self._samples_seen(), finished, self._rng, self._generator_state, used.inner
+        )
+
+    def resume(self, states: Sequence[LoaderState]) -> None:
+        """Makes the next epoch that is started go on behind where all ranks stood, unless that one was finished.
+
+        Args:
+            states: The states of all ranks that there were then.
+
+        Raises:
+            UnevenDataError: If there is another number of ranks now and the loader's data is not dealt out by an
+                :class:`UnpaddedSampler`, so that nobody knows who has seen what.
+        """
+        same_ranks = len(states) == self._wire.world_size
+        state = states[self._wire.rank if same_ranks else 0]
+        if state.finished:
+            return
+        if not same_ranks and (self._dealt_out is None or state.samples is None):
+            raise UnevenDataError(
+                f"the checkpoint was written within an epoch by {len(states)} ranks and there are"
+                f" {self._wire.world_size} now, which works for map-style datasets under Lightning's own sampler only;"
+                " resume with as many ranks, or from a checkpoint written at the end of an epoch"
+            )
+        self._resumed_from = state
+        self._begin_epoch()
+
+    def _samples_seen(self) -> int | None:
+        sampler = self._dealt_out
+        if sampler is None:
+            return None
+        steps = self._used.position - self._first_position
+        batch_size: int = self.loader.batch_size  # type: ignore[attr-defined]
+        return min(sampler.total_size, sampler.start + steps * batch_size * self._wire.world_size)
+
+    @property
+    def _dealt_out(self) -> UnpaddedSampler | None:
+        """The sampler, if it deals one order out to all ranks, so that any number of ranks can go on in it."""
+        if not isinstance(self.loader, DataLoader) or self.loader.batch_size is None:
+            return None
+        return self.loader.sampler if isinstance(self.loader.sampler, UnpaddedSampler) else None
+
+    # ------------------------------------------------------------------------------------------- an epoch
+
+    def _begin_epoch(self) -> None:
+        """Sets the epoch's start: its beginning, or behind what a resumed run has seen."""
+        state = self._resumed_from or LoaderState(0, 0, 0, False, torch.get_rng_state(), self._own_generator())
+        self._handed_out.clear()
+        self._ended = False
+        self._rng, self._generator_state = state.rng, state.generator
+        self._first_position = state.position
+        self._used = Delivery(False, state.position, state.own, state.inner)
+        if self._dealt_out is not None:
+            self._dealt_out.start = state.samples or 0
+        if self.sized:
+            self._agree_on_length()
+
+    def _agree_on_length(self) -> None:
+        mine = max(0, _length(self.loader))
+        if self._dealt_out is not None:
+            mine += self._first_position  # the sampler has left out what was seen
+        # An iterable dataset's length is what it says, which may be more than it has.
+        known = not isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        told = self._wire.gather((mine, known))
+        lengths = [length for length, _ in told]
+        if self._strict and len(set(lengths)) > 1:
+            by_rank = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
+            raise UnevenDataError(f"ranks have different numbers of batches ({by_rank}); uneven='auto' allows it")
+        self._length = max(lengths)
+        self._someone_may_have_none = min(lengths) <= self._first_position or not all(known for _, known in told)
+
+    def _own_batches(self) -> Iterator[Any]:
+        """The rank's own batches, behind those that were seen before."""
+        inner, skip = self._used.inner, self._used.own
+        if inner is not None:
+            self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
+        elif skip and self._dealt_out is None:
+            return self._drawn_again(skip)
+        return iter(self.loader)
+
+    def _drawn_again(self, skip: int) -> Iterator[Any]:
+        """Draws seen batches once more and drops them, from the same random numbers, so that the order is the same."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._rng)
+        if self._generator_state is not None:
+            self.loader.generator.set_state(self._generator_state)  # type: ignore[attr-defined]
+        source = iter(self.loader)
+        for _ in range(skip):
+            next(source, None)
+        torch.set_rng_state(outside)
+        return source
+
+    def _own_generator(self) -> Tensor | None:
+        generator = getattr(self.loader, "generator", None)
+        return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+    def _iterate_sized(self) -> Iterator[Any]:
+        source = self._own_batches()
+        own = self._used.own
+        for position in range(self._first_position, self._length):
+            batch = next(source, _END)
+            if position == self._first_position and self._someone_may_have_none:
+                self._find_spare(batch)
+            if batch is _END and self._ends():
+                return
+            own += batch is not _END
+            yield self._hand_out(batch, position + 1, own)
+
+    def _iterate_unsized(self) -> Iterator[Any]:
+        source = self._own_batches()
+        own, position = self._used.own, self._first_position
+        batch = next(source, _END)
+        self._find_spare(batch)
+        question = self._ask(batch is not _END)
+        while self._answer(question):
+            position += 1
+            own += batch is not _END
+            # Handed out before the look-ahead, which changes a stateful loader's state.
+            delivered = _END if batch is _END and self._ends() else self._hand_out(batch, position, own)
+            if batch is not _END:
+                batch = next(source, _END)
+            question = self._ask(batch is not _END)
+            if delivered is not _END:
+                yield delivered
+        self._ended = True
+
+    def _ends(self) -> bool:
+        return self._ends_early and not self.policy.replays
+
+    def _hand_out(self, batch: Any, position: int, own: int) -> Any:
+        inner = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        self._handed_out.append(Delivery(batch is _END, position, own, inner))
+        if batch is not _END:
+            self._spare = batch
+        return self._spare
+
+    def _find_spare(self, batch: Any) -> None:
+        """A rank without any batch borrows one, to pad with, from the first rank that has one."""
+        if batch is not _END:
+            self._spare = batch
+        has = self._wire.gather(self._spare is not _END)
+        if all(has) or not any(has):
+            return
+        lender = has.index(True)
+        lent = self._wire.broadcast_object(self._spare if self._wire.rank == lender else None, lender)
+        if not has[self._wire.rank]:
+            self._spare = lent
+
+    def _ask(self, has_batch: bool) -> tuple[Tensor, dist.Work | None]:
+        """Asks all ranks whether they have another batch; the answer is awaited a batch later."""
+        ranks = torch.zeros(self._wire.world_size, dtype=torch.int32)
+        ranks[self._wire.rank] = int(has_batch)
+        return ranks, self._wire.all_reduce(ranks)
+
+    def _answer(self, question: tuple[Tensor, dist.Work | None]) -> bool:
+        ranks, work = question
+        self._wire.wait(work, "the question whether any rank has another batch")
+        has = ranks.tolist()
+        if self._strict and len(set(has)) > 1:
+            out = ", ".join(f"rank {rank}" for rank, more in enumerate(has) if not more)
+            raise UnevenDataError(f"the data of {out} has run out before the others'; uneven='auto' allows it")
+        return any(has)
+
+
+class StatefulLockstepLoader(LockstepLoader):
+    """A LockstepLoader over a loader that has a state; Lightning sees one, too."""
+
+    def state_dict(self) -> Any:
+        """The inner loader's state as of the batches used."""
+        return self.loader.state_dict() if self._used.inner is None else self._used.inner  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hands a state on to the inner loader."""
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def lockstep(loader: Iterable[Any], *args: Any, **kwargs: Any) -> LockstepLoader:
+    """A :class:`LockstepLoader` of the kind that suits ``loader``; see there for the arguments."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (StatefulLockstepLoader if stateful else LockstepLoader)(loader, *args, **kwargs)
+
+
+def _length(loader: Iterable[Any]) -> int:
+    """The loader's length, -1 if it has none."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return -1

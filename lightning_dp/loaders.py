@@ -1,0 +1,142 @@
+"""The loaders of one Trainer: dealt out without repeats, kept in step, and resumed where they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_dp.data.lockstep import LoaderState, LockstepLoader, lockstep
+from lightning_dp.data.padding import PaddingPolicy
+from lightning_dp.data.samplers import UnpaddedSampler, is_plain
+from lightning_dp.reduction.wire import Wire
+
+
+class TrainerLoaders:
+    """What the strategy does with a Trainer's loaders.
+
+    Args:
+        trainer: The Trainer; two methods of its data connector are replaced until :meth:`remove`.
+        wire: The ranks, over a group that works on CPU tensors.
+        uneven: One of :data:`lightning_dp.data.padding.UNEVEN_POLICIES`.
+        pad_samples: Leave Lightning's padding DistributedSampler as it is.
+        must_replay: Whether a training step communicates for certain (SyncBatchNorm, manual optimization).
+    """
+
+    def __init__(
+        self, trainer: Trainer, wire: Wire, uneven: str, pad_samples: bool = False, must_replay: bool = False
+    ) -> None:
+        self._trainer = trainer
+        self._wire = wire
+        self._uneven = uneven
+        self._must_replay = must_replay
+        self._restored: list[list[LoaderState]] = []
+        connector = trainer._data_connector
+        # Lightning would take a batch sampler apart and build it anew with arguments that it guesses.
+        self._patch("_requires_distributed_sampler", connector._requires_distributed_sampler)
+        if not pad_samples:
+            self._patch("_resolve_sampler", connector._resolve_sampler)
+
+    def _patch(self, name: str, original: Any) -> None:
+        setattr(self._trainer._data_connector, name, partial(getattr(self, name), original))
+
+    def remove(self) -> None:
+        """Gives the data connector its own methods back."""
+        for name in ("_requires_distributed_sampler", "_resolve_sampler"):
+            vars(self._trainer._data_connector).pop(name, None)
+
+    # ------------------------------------------------------------------------------------------- samplers
+
+    def _requires_distributed_sampler(self, original: Any, dataloader: DataLoader[Any]) -> bool:
+        own_batch_sampler = dataloader.batch_sampler is not None and type(dataloader.batch_sampler) is not BatchSampler
+        return bool(original(dataloader)) and not own_batch_sampler
+
+    def _resolve_sampler(
+        self, original: Any, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
+    ) -> Any:
+        connector = self._trainer._data_connector
+        if not connector._requires_distributed_sampler(dataloader):
+            return original(dataloader, shuffle, mode)
+        plain = is_plain(dataloader.sampler, dataloader.dataset)
+        overfits = bool(getattr(self._trainer, "overfit_batches", 0))
+        batch_size = dataloader.batch_size if mode == RunningStage.TRAINING and dataloader.drop_last else None
+        return UnpaddedSampler(
+            dataloader.dataset if plain else dataloader.sampler,  # type: ignore[arg-type]
+            num_replicas=self._wire.world_size,
+            rank=self._wire.rank,
+            shuffle=shuffle and not overfits and mode != RunningStage.PREDICTING,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            drop_last=batch_size or 0,
+        )
+
+    # ------------------------------------------------------------------------------------------- loaders
+
+    def process(self, dataloader: Any) -> Any:
+        """Wraps a loader of the stage under way; called on all ranks together, for one loader after the other."""
+        state = self._trainer.state
+        if state.stage == RunningStage.PREDICTING:
+            return dataloader
+        training = state.fn == TrainerFn.FITTING and state.stage in (None, RunningStage.TRAINING)
+        policy = PaddingPolicy(self._uneven, self._must_replay and training)
+        loader = lockstep(dataloader, self._wire, policy, ends_early=not training, strict=self._uneven == "error")
+        if training and self._restored:
+            loader.resume(self._restored.pop(0))
+        return loader
+
+    def take(self, dataloader_idx: int) -> tuple[bool, PaddingPolicy | None]:
+        """Whether the batch that goes to the device now is padding on this rank, and what becomes of it then."""
+        if self._trainer.predicting:
+            return False, None
+        training = self._trainer.training
+        loop = self._trainer.fit_loop if training else self._trainer._evaluation_loop
+        combined = loop._combined_loader
+        loaders = list(combined.flattened) if combined is not None else []
+        if not training and combined is not None and combined._mode == "sequential":
+            loaders = loaders[dataloader_idx : dataloader_idx + 1]
+        ours = [loader for loader in loaders if isinstance(loader, LockstepLoader)]
+        # With several loaders a batch is real if any of them delivered.
+        taken = [loader.take() for loader in ours]
+        return bool(taken) and all(taken), ours[0].policy if ours else None
+
+    def follow_lengths(self) -> None:
+        """Makes Lightning follow loaders whose length changes: from epoch to epoch, or in a resumed epoch."""
+        loop = self._trainer.fit_loop
+        fetcher = loop._data_fetcher
+        if fetcher is None or fetcher.length is None:
+            return
+        self._lift_limits()
+        if loop.max_batches != fetcher.length:
+            loop.max_batches = fetcher.length
+
+    def _lift_limits(self) -> None:
+        # A limit of 100 % was turned into the length that the loaders had at first.
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and self._trainer.limit_train_batches == 1.0 and combined.limits is not None:
+            combined.limits = [float("inf")] * len(combined.flattened)
+
+    # ------------------------------------------------------------------------------------------- state
+
+    def state(self) -> list[list[dict[str, Any]]]:
+        """States of all training loaders: for each loader those of all ranks. Communicates."""
+        return [self._wire.gather(loader.state().as_dict()) for loader in self._training()]
+
+    def restore(self, states: Sequence[Sequence[dict[str, Any]]]) -> None:
+        """Takes over :meth:`state`'s result; loaders that exist already start their epoch again behind it."""
+        self._restored = [[LoaderState(**state) for state in by_rank] for by_rank in states]
+        for loader in self._training():
+            if self._restored:
+                loader.resume(self._restored.pop(0))
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is not None:
+            self._lift_limits()
+            iter(fetcher)
+
+    def _training(self) -> list[LockstepLoader]:
+        combined = self._trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        return [loader for loader in loaders if isinstance(loader, LockstepLoader)]
