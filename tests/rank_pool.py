@@ -91,7 +91,7 @@ class RankPool:
     def _connection(self, rank: int) -> Connection:
         if rank not in self._workers:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(rank, theirs))
             process.start()
             theirs.close()
             self._workers[rank] = (process, ours)

@@ -143,7 +143,7 @@ def test_skipping_and_replaying_give_the_same(pool: RankPool, kind: str, uneven:
 def test_stock_ddp_errs_or_hangs(pool: RankPool, name: str) -> None:
     """Negative control: what these lengths do without the lockstep."""
     lengths = LENGTHS[name][0]
-    with pytest.raises(RankFailureError, match="onnection|zero length|imed out|no answer"):
+    with pytest.raises(RankFailureError, match=r"onnection|zero length|imed out|no answer"):
         pool.run(len(lengths), fit, "ddp", "map", counts_of(lengths), 1, False, timeout=12, group_timeout=2)
 
 

@@ -50,6 +50,7 @@ class LoaderState:
         own: Batches taken from the rank's own loader.
         samples: Samples of the epoch's order seen by all ranks together, if the loader's sampler knows; else ``None``.
         finished: Whether the epoch's data is used up on all ranks, so that the next epoch starts afresh.
+        exhausted: Whether this rank's own data is used up.
         rng: State of torch's global generator when the epoch's iteration began, for loaders that shuffle by it.
         generator: The same of the loader's own generator, if it has one.
         inner: State of a stateful loader.
@@ -59,6 +60,7 @@ class LoaderState:
     own: int
     samples: int | None
     finished: bool
+    exhausted: bool
     rng: Tensor
     generator: Tensor | None = None
     inner: Any = None
@@ -146,7 +148,14 @@ class LockstepLoader:
         used = self._used
         finished = used.position >= self._length if self.sized else self._ended and not self._handed_out
         return LoaderState(
-            used.position, used.own, self._samples_seen(), finished, self._rng, self._generator_state, used.inner
+            position=used.position,
+            own=used.own,
+            samples=self._samples_seen(),
+            finished=finished,
+            exhausted=used.padding,
+            rng=self._rng,
+            generator=self._generator_state,
+            inner=used.inner,
         )
 
     def resume(self, states: Sequence[LoaderState]) -> None:
@@ -191,12 +200,12 @@ class LockstepLoader:
 
     def _begin_epoch(self) -> None:
         """Sets the epoch's start: its beginning, or behind what a resumed run has seen."""
-        state = self._resumed_from or LoaderState(0, 0, 0, False, torch.get_rng_state(), self._own_generator())
+        state = self._resumed_from or LoaderState(0, 0, 0, False, False, torch.get_rng_state(), self._own_generator())
         self._handed_out.clear()
         self._ended = False
         self._rng, self._generator_state = state.rng, state.generator
         self._first_position = state.position
-        self._used = Delivery(False, state.position, state.own, state.inner)
+        self._used = Delivery(state.exhausted, state.position, state.own, state.inner)
         if self._dealt_out is not None:
             self._dealt_out.start = state.samples or 0
         if self.sized:
@@ -221,7 +230,9 @@ class LockstepLoader:
         inner, skip = self._used.inner, self._used.own
         if inner is not None:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
-        elif skip and self._dealt_out is None:
+        if self._used.padding:
+            return iter(())  # a stateful loader that has come to its end would start its next epoch
+        if inner is None and skip and self._dealt_out is None:
             return self._drawn_again(skip)
         return iter(self.loader)
 

@@ -1,0 +1,233 @@
+"""A run that is stopped within an epoch and goes on: no sample repeated, none missed, the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, trainer_of
+from rank_pool import RankFailureError, RankPool
+from test_uneven import Rows, counts_of, loader_of
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dp import BucketedDDPStrategy
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.002, "first_bucket_cap_mb": 0.001}
+EPOCHS = 3
+
+
+class Watching(Module):
+    """Keeps what each real step saw, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.seen: dict[int, list[Any]] = {}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if not self.trainer.strategy._padding:
+            what = batch["index"].tolist() if "index" in batch else [round(float(batch["x"].sum()), 9)]
+            self.seen.setdefault(self.trainer.current_epoch, []).extend(what)
+        return loss_of(self.net, batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.optimizer, self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class AsksForSteps(Watching):
+    """Asks for the number of steps while optimizers are made, which loads the loaders before the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+class SaveAndStop(Callback):
+    """Saves after a number of optimizer steps, and stops there if told to."""
+
+    def __init__(self, path: str, step: int, stop: bool) -> None:
+        self.path, self.step, self.stop = path, step, stop
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+            if self.stop:
+                raise KeyboardInterrupt
+
+
+class Stateful:
+    """A loader with a state of its own, in an order that only it knows."""
+
+    def __init__(self, counts: Counts, rank: int) -> None:
+        self.batches = [b for b in Batches(counts, rank, "samples").batches if len(b["x"])]
+        self.next = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.next < len(self.batches):
+            self.next += 1
+            yield self.batches[-self.next]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class SizedStateful(Stateful):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def make_loader(kind: str, rank: int, lengths: tuple[int, ...]) -> Any:
+    if kind == "dealt out":
+        return DataLoader(Rows(23), batch_size=2, shuffle=True)
+    if kind == "dealt out by workers":
+        return DataLoader(Rows(23), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="fork")
+    if kind == "shuffled by itself":  # by the global generator, which stands elsewhere in the resumed process
+        return DataLoader(Batches(counts_of(lengths), rank, "samples").batches[: lengths[rank]], None, shuffle=True)
+    if kind == "shuffled by its own generator":
+        generator = torch.Generator().manual_seed(5 + rank)
+        batches = Batches(counts_of(lengths), rank, "samples").batches[: lengths[rank]]
+        return DataLoader(batches, None, shuffle=True, generator=generator)
+    if kind == "stateful":
+        return Stateful(counts_of(lengths), rank)
+    if kind == "stateful, sized":
+        return SizedStateful(counts_of(lengths), rank)
+    return loader_of(kind, counts_of(lengths), rank)
+
+
+def run(
+    rank: int, world_size: int, kind: str, k: int, callbacks: list[Callback], resume_from: str | None, cls: type
+) -> tuple[Watching, Trainer]:
+    torch.manual_seed(17 + rank + (100 if resume_from else 0))
+    module = cls()
+    strategy = BucketedDDPStrategy(**SMALL_BUCKETS)
+    trainer = trainer_of(
+        strategy,
+        world_size,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=k,
+        callbacks=callbacks,
+        use_distributed_sampler=True,
+    )
+    loader = make_loader(kind, rank, (7, 3, 5)[:world_size])
+    trainer.fit(module, loader, ckpt_path=resume_from)
+    return module, trainer
+
+
+def stop_and_resume(rank: int, world_size: int, kind: str, k: int, step: int, folder: str, cls: type) -> dict:
+    path = f"{folder}/at.ckpt"
+    whole, whole_trainer = run(rank, world_size, kind, k, [], None, cls)
+    first: Watching
+    try:
+        first, _ = run(rank, world_size, kind, k, [KeepModule(), SaveAndStop(path, step, stop=True)], None, cls)
+    except (KeyboardInterrupt, SystemExit):
+        first = KeepModule.module
+    resumed, trainer = run(rank, world_size, kind, k, [], path, cls)
+    return {
+        "same bits": torch.equal(flat(whole.net), flat(resumed.net)),
+        "steps": (whole_trainer.global_step, trainer.global_step),
+        "epochs": (whole_trainer.current_epoch, trainer.current_epoch),
+        "whole": whole.seen,
+        "first": first.seen,
+        "resumed": resumed.seen,
+        "loads": sorted(torch.load(path, weights_only=True)["lightning_dp"]),
+        "counts": (whole_trainer.strategy.report().count, trainer.strategy.report().count),
+    }
+
+
+class KeepModule(Callback):
+    """Lets the test look at a module whose fit ended early."""
+
+    module: Watching
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        KeepModule.module = pl_module
+
+
+KINDS = ["dealt out", "map", "iterable", "shuffled by itself", "shuffled by its own generator"]
+KINDS += ["stateful", "stateful, sized", "dealt out by workers"]
+
+
+@pytest.mark.parametrize(("k", "step"), [(1, 1), (1, 5), (2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_epoch_is_the_uninterrupted_one(pool: RankPool, kind: str, k: int, step: int, tmp_path: Path) -> None:
+    results = pool.run(3, stop_and_resume, 3, kind, k, step, str(tmp_path), Watching)
+    for result in results:
+        assert result["same bits"]
+        assert result["steps"][0] == result["steps"][1]
+        assert result["epochs"][0] == result["epochs"][1]
+        assert result["counts"][0] == result["counts"][1]
+        together = {epoch: result["first"].get(epoch, []) + result["resumed"].get(epoch, []) for epoch in range(EPOCHS)}
+        assert together == {epoch: result["whole"].get(epoch, []) for epoch in range(EPOCHS)}
+        assert "loaders" in result["loads"]
+    assert any(result["first"] and result["resumed"] for result in results)
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 8])
+def test_a_checkpoint_at_or_beside_the_end_of_an_epoch(pool: RankPool, step: int, tmp_path: Path) -> None:
+    """23 samples on 3 ranks in batches of 2 are 4 steps an epoch."""
+    for result in pool.run(3, stop_and_resume, 3, "dealt out", 1, step, str(tmp_path), Watching):
+        assert result["same bits"]
+        assert result["steps"] == (12, 12)
+
+
+def test_loaders_that_were_there_before_the_checkpoint_go_on_too(pool: RankPool, tmp_path: Path) -> None:
+    for result in pool.run(3, stop_and_resume, 3, "dealt out", 1, 2, str(tmp_path), AsksForSteps):
+        assert result["same bits"]
+        assert result["steps"] == (12, 12)
+
+
+# ------------------------------------------------------------------------------------------- another world size
+
+
+def save_within_epoch(rank: int, world_size: int, kind: str, step: int, path: str) -> dict[int, list[int]]:
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        run(rank, world_size, kind, 1, [KeepModule(), SaveAndStop(path, step, stop=True)], None, Watching)
+    return KeepModule.module.seen
+
+
+def go_on(rank: int, world_size: int, kind: str, path: str, cls: type) -> tuple[dict[int, list[int]], int, list[bytes]]:
+    module, trainer = run(rank, world_size, kind, 1, [], path, cls)
+    return module.seen, trainer.global_step, module.digests
+
+
+@pytest.mark.parametrize("cls", [Watching, AsksForSteps])
+@pytest.mark.parametrize(
+    ("before", "after", "step"), [(3, 2, 2), (2, 3, 2), (3, 1, 1), (1, 3, 9), (2, 4, 8), (4, 2, 4)]
+)
+def test_at_another_world_size_the_rest_of_the_epoch_is_what_was_not_seen(
+    pool: RankPool, before: int, after: int, step: int, cls: type, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "at.ckpt")
+    first = pool.run(before, save_within_epoch, before, "dealt out", step, path)
+    second = pool.run(after, go_on, after, "dealt out", path, cls)
+    per_epoch = -(-23 // (2 * before))
+    epoch, within = divmod(step, per_epoch)
+    assert within, "the test is of checkpoints within an epoch"
+    seen = sorted(i for by_rank in first for i in by_rank.get(epoch, []))
+    rest = sorted(i for by_rank, _, _ in second for i in by_rank[epoch])
+    assert len(seen) == within * 2 * before
+    assert sorted(seen + rest) == list(range(23))
+    for later in range(epoch + 1, EPOCHS):
+        assert sorted(i for by_rank, _, _ in second for i in by_rank[later]) == list(range(23))
+    left = -(-(23 - len(seen)) // (2 * after))
+    for _, steps, digests in second:
+        assert steps == step + left + (EPOCHS - epoch - 1) * -(-23 // (2 * after))
+        assert digests == second[0][2]
+
+
+def test_loaders_of_the_users_own_refuse_another_world_size_within_an_epoch(pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "at.ckpt")
+    pool.run(3, save_within_epoch, 3, "map", 2, path)
+    with pytest.raises(RankFailureError, match="was written within an epoch by 3 ranks and there are 2 now"):
+        pool.run(2, go_on, 2, "map", path, Watching)
