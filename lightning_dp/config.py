@@ -17,6 +17,7 @@ class BucketedDDPConfig:
 
     Attributes:
         timeout: Seconds.
+        normalizers: As ``count``, by name.
         count: A name, or a config with ``_target_`` (and ``_partial_: true``) for a function ``batch -> int``.
         nonfinite: A string, but YAML reads a bare ``off`` as a boolean.
     """
@@ -30,6 +31,7 @@ class BucketedDDPConfig:
     overlap: bool = True
     uneven: str = "auto"
     pad_samples: bool = False
+    normalizers: Optional[dict[str, Any]] = None  # noqa: UP045
     process_group_backend: Optional[str] = None  # noqa: UP045 - omegaconf 2.3 knows no `str | None`
     timeout: float = 1800.0
     start_method: str = "popen"

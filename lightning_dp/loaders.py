@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_dp.data.counts import CountFunction
 from lightning_dp.data.lockstep import LoaderState, LockstepLoader, lockstep
 from lightning_dp.data.padding import PaddingPolicy
 from lightning_dp.data.samplers import UnpaddedSampler, is_plain
+from lightning_dp.data.window import WindowCounter, WindowTotals
+from lightning_dp.errors import ConfigurationError
 from lightning_dp.reduction.wire import Wire
 
 
@@ -26,15 +29,23 @@ class TrainerLoaders:
         uneven: One of :data:`lightning_dp.data.padding.UNEVEN_POLICIES`.
         pad_samples: Leave Lightning's padding DistributedSampler as it is.
         must_replay: Whether a training step communicates for certain (SyncBatchNorm, manual optimization).
+        normalizers: What is counted of an accumulation window before it begins, by name.
     """
 
     def __init__(
-        self, trainer: Trainer, wire: Wire, uneven: str, pad_samples: bool = False, must_replay: bool = False
+        self,
+        trainer: Trainer,
+        wire: Wire,
+        uneven: str,
+        pad_samples: bool = False,
+        must_replay: bool = False,
+        normalizers: Mapping[str, CountFunction] | None = None,
     ) -> None:
         self._trainer = trainer
         self._wire = wire
         self._uneven = uneven
         self._must_replay = must_replay
+        self._normalizers = normalizers or {}
         self._restored: list[list[LoaderState]] = []
         connector = trainer._data_connector
         # Lightning would take a batch sampler apart and build it anew with arguments that it guesses.
@@ -83,10 +94,37 @@ class TrainerLoaders:
             return dataloader
         training = state.fn == TrainerFn.FITTING and state.stage in (None, RunningStage.TRAINING)
         policy = PaddingPolicy(self._uneven, self._must_replay and training)
-        loader = lockstep(dataloader, self._wire, policy, ends_early=not training, strict=self._uneven == "error")
+        loader = lockstep(
+            dataloader,
+            self._wire,
+            policy,
+            ends_early=not training,
+            strict=self._uneven == "error",
+            counter=self._counter() if training else None,
+        )
         if training and self._restored:
             loader.resume(self._restored.pop(0))
         return loader
+
+    def _counter(self) -> WindowCounter:
+        trainer = self._trainer
+
+        def length() -> int:
+            return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+
+        return WindowCounter(self._normalizers, length, lambda: trainer.fit_loop.max_batches)
+
+    @property
+    def window(self) -> WindowTotals | None:
+        """What the accumulation window under way holds on all ranks, where that is counted.
+
+        Raises:
+            ConfigurationError: If there are several training loaders.
+        """
+        training = self._training()
+        if len(training) > 1:
+            raise ConfigurationError("normalizers are counted for one training loader, and there are several")
+        return training[0].window if training else None
 
     def take(self, dataloader_idx: int) -> tuple[bool, PaddingPolicy | None]:
         """Whether the batch that goes to the device now is padding on this rank, and what becomes of it then."""

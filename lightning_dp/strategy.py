@@ -91,6 +91,8 @@ class BucketedDDPStrategy(DDPStrategy):
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
         uneven: What a rank does when its data has run out before the others': see
             :class:`lightning_dp.data.padding.PaddingPolicy`; ``"error"`` raises on all ranks.
+        normalizers: For losses in parts: what parts are divided by, by name, each ``"samples"``, ``"tokens"`` or a
+            function ``batch -> int``; see :meth:`normalize`. Micro-batches then weigh the same.
         pad_samples: Let Lightning's sampler repeat samples until all ranks have equally many, as it does elsewhere.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
         timeout: How long a rank waits for another one; a timedelta or seconds.
@@ -113,6 +115,7 @@ class BucketedDDPStrategy(DDPStrategy):
         overlap: bool = True,
         uneven: Literal["auto", "skip", "replay", "error"] = "auto",
         pad_samples: bool = False,
+        normalizers: Mapping[str, str | CountFunction] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -140,7 +143,12 @@ class BucketedDDPStrategy(DDPStrategy):
         )
         # Lightning's tests and callbacks read this; nothing here does.
         self._ddp_kwargs = {name: kwargs[name] for name in _INHERENT_ARGUMENTS if name in kwargs}
-        self._count_function = resolve_count(count)
+        if normalizers and count not in ("samples", "equal"):
+            raise ConfigurationError(
+                f"count={count!r} and normalizers exclude each other: each part of the loss has a normalizer of its own"
+            )
+        self._normalizers = {name: resolve_count(function) for name, function in (normalizers or {}).items()}
+        self._count_function = resolve_count("equal" if normalizers else count)
         self._nonfinite = nonfinite
         self._uneven = uneven
         self._pad_samples = bool(pad_samples)
@@ -166,6 +174,30 @@ class BucketedDDPStrategy(DDPStrategy):
         """
         if not self._padding:
             self._count = as_count(count, self._where())
+
+    def normalize(self, loss_sum: Tensor, by: str) -> Tensor:
+        """Makes one part of a loss out of its sum, so that all parts come out as on one device.
+
+        ``strategy.normalize(token_losses.sum(), by="tokens") + strategy.normalize(aux.sum(), by="samples") + l2``
+        trains on the sum over all tokens of the accumulation window on all ranks divided by their number, plus the
+        same for samples, plus a term that counts once. The window is counted, with one more small message, when its
+        first micro-batch is fetched; for that a rank holds the batches of a window at once. In manual optimization a
+        window is one micro-batch.
+
+        Args:
+            loss_sum: Sum, not mean, of this part over the micro-batch; 0-dimensional.
+            by: Which of ``normalizers`` divides it.
+
+        Raises:
+            ConfigurationError: If ``by`` is none of the strategy's ``normalizers``.
+        """
+        if by not in self._normalizers:
+            known = ", ".join(self._normalizers) or "none; pass normalizers={...} to the strategy"
+            raise ConfigurationError(f"normalizer {by!r} is not known: there are {known}")
+        window = self._loaders.window if self._loaders is not None else None
+        assert window is not None, "normalize outside of fit"
+        # The average over micro-batches, which all weigh the same, undoes the number of them.
+        return loss_sum * (window.micro_batches / max(1, window[by]))
 
     @property
     def skipped_steps(self) -> int:
@@ -241,7 +273,12 @@ class BucketedDDPStrategy(DDPStrategy):
         assert module is not None
         self._remove_loaders()
         self._loaders = TrainerLoaders(
-            trainer, self._control, self._uneven, self._pad_samples, must_replay=self._must_replay(trainer)
+            trainer,
+            self._control,
+            self._uneven,
+            self._pad_samples,
+            must_replay=self._must_replay(),
+            normalizers=self._normalizers,
         )
         if trainer.predicting:
             # A rank may have nothing to predict; Lightning would refuse that, on this rank alone.
@@ -295,7 +332,7 @@ class BucketedDDPStrategy(DDPStrategy):
             self._padding, self._policy = self._loaders.take(dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _must_replay(self, trainer: Trainer) -> bool:
+    def _must_replay(self) -> bool:
         module = self.lightning_module
         assert module is not None
         sync_batchnorm = self._layer_sync is not None or any(isinstance(m, SyncBatchNorm) for m in module.modules())

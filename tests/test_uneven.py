@@ -668,3 +668,109 @@ def test_sized_loaders_cost_no_message_per_batch(pool: RankPool) -> None:
     long = pool.run(2, count_even, (30, 30))[0]
     # A batch costs Lightning's own broadcast, one bucket and the ballot; nothing else grows with the number of batches.
     assert long - short == 20 * 3
+
+
+# ------------------------------------------------------------------------------------------- losses in parts
+
+
+class Sequences(Dataset):
+    """Batches of sequences: some tokens have a label, each sequence has an auxiliary target."""
+
+    def __init__(self, plan: list[list[tuple[int, int]]], rank: int) -> None:
+        self.batches = [sequences(i, rank, *by_rank[rank]) for i, by_rank in enumerate(plan) if by_rank[rank] != (0, 0)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.batches[index]
+
+
+def sequences(index: int, rank: int, num_sequences: int, num_tokens: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    x = torch.randn(num_sequences, 5, WIDTH, dtype=torch.float64, generator=generator)
+    labels = torch.full((num_sequences * 5,), -100)
+    labels[:num_tokens] = (index + rank) % 3
+    return {"x": x, "labels": labels.view(num_sequences, 5), "target": torch.full((num_sequences,), 1.0 + rank)}
+
+
+def part_sums(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum over labelled tokens, sum over sequences, and a term that counts once."""
+    logits = model(batch["x"].flatten(0, 1))
+    tokens = nn.functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+    auxiliary = (model(batch["x"].mean(1)).sum(1) - batch["target"]).square().sum()
+    return tokens, auxiliary, 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+class InParts(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens, auxiliary, regulariser = part_sums(self.net, batch)
+        normalize = self.trainer.strategy.normalize
+        return normalize(tokens, by="tokens") + normalize(auxiliary, by="sequences") + regulariser
+
+
+class MeanOfMeans(Module):
+    """What people write without it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens, auxiliary, regulariser = part_sums(self.net, batch)
+        labelled = int((batch["labels"] != -100).sum())
+        return tokens / max(1, labelled) + auxiliary / len(batch["x"]) + regulariser
+
+
+def count_sequences(batch: dict[str, Tensor]) -> int:
+    return len(batch["x"])
+
+
+# (sequences, labelled tokens) by position and rank; (0, 0) is no batch at all. Rank 1 once has no labelled token.
+PLAN = [[(2, 7), (1, 1)], [(1, 3), (3, 0)], [(2, 10), (2, 2)], [(3, 12), (1, 5)], [(1, 2), (0, 0)]]
+
+
+def fit_parts(rank: int, kind: str, k: int, cls: type, limit: int | None) -> Tensor:
+    strategy = BucketedDDPStrategy(**SMALL_BUCKETS, normalizers={"tokens": "tokens", "sequences": count_sequences})
+    module = cls()
+    options = {} if limit is None else {"limit_train_batches": limit}
+    trainer = trainer_of(strategy, 2, max_epochs=3, accumulate_grad_batches=k, **options)
+    dataset = Sequences(PLAN, rank)
+    if kind == "iterable":
+        stream = Stream.__new__(Stream)
+        stream.batches = dataset.batches
+        dataset = stream
+    trainer.fit(module, DataLoader(dataset, batch_size=None))
+    return flat(module.net)
+
+
+def one_device_parts(k: int, limit: int | None) -> Tensor:
+    model = net()
+    opt = optimizer_of("sgd", model.parameters())
+    plan = PLAN[:limit]
+    for _ in range(3):
+        for start in range(0, len(plan), k):
+            parts = [
+                sequences(i, r, *sizes)
+                for i in range(start, min(start + k, len(plan)))
+                for r, sizes in enumerate(plan[i])
+                if sizes != (0, 0)
+            ]
+            batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            tokens, auxiliary, regulariser = part_sums(model, batch)
+            opt.zero_grad()
+            (tokens / (batch["labels"] != -100).sum() + auxiliary / len(batch["x"]) + regulariser).backward()
+            opt.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_losses_in_parts_come_out_as_on_one_device(pool: RankPool, kind: str, k: int, limit: int | None) -> None:
+    right = one_device_parts(k, limit)
+    for weights in pool.run(2, fit_parts, kind, k, InParts, limit, timeout=TIME_LIMIT):
+        assert relative_error(weights, right) < 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_mean_of_means_misses_them(pool: RankPool, k: int) -> None:
+    """Negative control."""
+    weights = pool.run(2, fit_parts, "map", k, MeanOfMeans, None)[0]
+    assert relative_error(weights, one_device_parts(k, None)) > 1e-3

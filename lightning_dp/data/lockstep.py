@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp.data.padding import PaddingPolicy
 from lightning_dp.data.samplers import UnpaddedSampler
+from lightning_dp.data.window import END, LookAhead, WindowCounter, WindowTotals
 from lightning_dp.errors import UnevenDataError
 from lightning_dp.reduction.wire import Wire
-
-_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,14 @@ class Delivery:
         position: Lockstep position in the epoch after it: how many batches each rank has been handed.
         own: How many of them came from the rank's own loader.
         inner: State of a stateful loader after it.
+        window: What its accumulation window holds on all ranks, where that is counted.
     """
 
     padding: bool
     position: int
     own: int
     inner: Any = None
+    window: WindowTotals | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class LockstepLoader:
         ends_early: End here, instead of padding, where ``policy`` would skip the step: for loops that do not
             communicate by themselves.
         strict: Raise on all ranks where ranks have different numbers of batches.
+        counter: Counts each accumulation window before it is handed out; by default nothing is counted.
 
     Attributes:
         sized: Whether all ranks' loaders have a length.
@@ -96,15 +98,17 @@ class LockstepLoader:
         policy: PaddingPolicy,
         ends_early: bool = False,
         strict: bool = False,
+        counter: WindowCounter | None = None,
     ) -> None:
         self.loader = loader
+        self._counter = counter or WindowCounter()
         self.policy = policy
         self._wire = wire
         self._ends_early = ends_early
         self._strict = strict
         self._handed_out: deque[Delivery] = deque()
         self._resumed_from: LoaderState | None = None
-        self._spare = _END
+        self._spare = END
         self.sized = min(wire.gather(_length(loader))) >= 0
         self._begin_epoch()
 
@@ -140,6 +144,11 @@ class LockstepLoader:
             return False
         self._used = self._handed_out.popleft()
         return self._used.padding
+
+    @property
+    def window(self) -> WindowTotals | None:
+        """What the accumulation window of the batch last taken holds on all ranks, where that is counted."""
+        return self._used.window
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -228,6 +237,9 @@ class LockstepLoader:
     def _own_batches(self) -> Iterator[Any]:
         """The rank's own batches, behind those that were seen before."""
         inner, skip = self._used.inner, self._used.own
+        if not self._first_position:
+            # As late as this: the loop may have drawn random numbers since the epoch was started.
+            self._rng, self._generator_state = torch.get_rng_state(), self._own_generator()
         if inner is not None:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
         if self._used.padding:
@@ -253,50 +265,57 @@ class LockstepLoader:
         return generator.get_state() if isinstance(generator, torch.Generator) else None
 
     def _iterate_sized(self) -> Iterator[Any]:
-        source = self._own_batches()
-        own = self._used.own
+        source = self._look_ahead()
+        own, window = self._used.own, None
         for position in range(self._first_position, self._length):
-            batch = next(source, _END)
+            if length := self._counter.starts(position, self._first_position):
+                window = self._counter.count(source.peek(length), self._wire)
+            batch, inner = source.take()
             if position == self._first_position and self._someone_may_have_none:
                 self._find_spare(batch)
-            if batch is _END and self._ends():
+            if batch is END and self._ends():
                 return
-            own += batch is not _END
-            yield self._hand_out(batch, position + 1, own)
+            own += batch is not END
+            yield self._hand_out(batch, Delivery(batch is END, position + 1, own, inner, window))
 
     def _iterate_unsized(self) -> Iterator[Any]:
-        source = self._own_batches()
-        own, position = self._used.own, self._first_position
-        batch = next(source, _END)
+        source = self._look_ahead()
+        own, position, window = self._used.own, self._first_position, None
+        batch, inner = source.take()
         self._find_spare(batch)
-        question = self._ask(batch is not _END)
+        question = self._ask(batch is not END)
         while self._answer(question):
+            if length := self._counter.starts(position, self._first_position):
+                ahead = [batch, *source.peek(length - 1)] if batch is not END else []
+                window = self._counter.count(ahead, self._wire)
             position += 1
-            own += batch is not _END
-            # Handed out before the look-ahead, which changes a stateful loader's state.
-            delivered = _END if batch is _END and self._ends() else self._hand_out(batch, position, own)
-            if batch is not _END:
-                batch = next(source, _END)
-            question = self._ask(batch is not _END)
-            if delivered is not _END:
-                yield delivered
+            own += batch is not END
+            due, delivery = batch, Delivery(batch is END, position, own, inner, window)
+            if batch is not END:
+                batch, inner = source.take()
+            question = self._ask(batch is not END)
+            if due is not END or not self._ends():
+                yield self._hand_out(due, delivery)
         self._ended = True
+
+    def _look_ahead(self) -> LookAhead:
+        snapshot = getattr(self.loader, "state_dict", lambda: None)
+        return LookAhead(self._own_batches(), snapshot)
 
     def _ends(self) -> bool:
         return self._ends_early and not self.policy.replays
 
-    def _hand_out(self, batch: Any, position: int, own: int) -> Any:
-        inner = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
-        self._handed_out.append(Delivery(batch is _END, position, own, inner))
-        if batch is not _END:
+    def _hand_out(self, batch: Any, delivery: Delivery) -> Any:
+        self._handed_out.append(delivery)
+        if batch is not END:
             self._spare = batch
         return self._spare
 
     def _find_spare(self, batch: Any) -> None:
         """A rank without any batch borrows one, to pad with, from the first rank that has one."""
-        if batch is not _END:
+        if batch is not END:
             self._spare = batch
-        has = self._wire.gather(self._spare is not _END)
+        has = self._wire.gather(self._spare is not END)
         if all(has) or not any(has):
             return
         lender = has.index(True)
