@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
+from torchmetrics import Metric
 
 from lightning_dp.data.counts import CountFunction
 from lightning_dp.data.lockstep import LoaderState, LockstepLoader, lockstep
-from lightning_dp.data.padding import PaddingPolicy
+from lightning_dp.data.padding import PaddingPolicy, sequence_number, without_trace
 from lightning_dp.data.samplers import UnpaddedSampler, is_plain
 from lightning_dp.data.window import WindowCounter, WindowTotals
 from lightning_dp.errors import ConfigurationError
@@ -30,6 +32,9 @@ class TrainerLoaders:
         pad_samples: Leave Lightning's padding DistributedSampler as it is.
         must_replay: Whether a training step communicates for certain (SyncBatchNorm, manual optimization).
         normalizers: What is counted of an accumulation window before it begins, by name.
+
+    Attributes:
+        padding: Whether the batch in hand is padding on this rank.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class TrainerLoaders:
         self._uneven = uneven
         self._must_replay = must_replay
         self._normalizers = normalizers or {}
+        self.padding = False
+        self._policy: PaddingPolicy | None = None
         self._restored: list[list[LoaderState]] = []
         connector = trainer._data_connector
         # Lightning would take a batch sampler apart and build it anew with arguments that it guesses.
@@ -126,10 +133,11 @@ class TrainerLoaders:
             raise ConfigurationError("normalizers are counted for one training loader, and there are several")
         return training[0].window if training else None
 
-    def take(self, dataloader_idx: int) -> tuple[bool, PaddingPolicy | None]:
-        """Whether the batch that goes to the device now is padding on this rank, and what becomes of it then."""
+    def take(self, dataloader_idx: int) -> None:
+        """Takes note of whether the batch that goes to the device now is padding on this rank."""
+        self.padding, self._policy = False, None
         if self._trainer.predicting:
-            return False, None
+            return
         training = self._trainer.training
         loop = self._trainer.fit_loop if training else self._trainer._evaluation_loop
         combined = loop._combined_loader
@@ -137,9 +145,30 @@ class TrainerLoaders:
         if not training and combined is not None and combined._mode == "sequential":
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         ours = [loader for loader in loaders if isinstance(loader, LockstepLoader)]
-        # With several loaders a batch is real if any of them delivered.
-        taken = [loader.take() for loader in ours]
-        return bool(taken) and all(taken), ours[0].policy if ours else None
+        if ours:
+            # With several loaders a batch is real if any of them delivered.
+            self.padding = all([loader.take() for loader in ours])
+            self._policy = ours[0].policy
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a step on the batch in hand; of a padding batch it is skipped, or leaves no trace, by the policy."""
+        policy = self._policy
+        if policy is None:
+            return step(*args, **kwargs)
+        if self.padding and not policy.replays:
+            return None
+        trace = without_trace(self._trainer.lightning_module, self._logged) if self.padding else nullcontext()
+        before = sequence_number()
+        with trace:
+            output = step(*args, **kwargs)
+        after = sequence_number()
+        policy.ran_step(communicated=before is None or before != after)
+        return output
+
+    def _logged(self) -> list[Metric]:
+        """The values that ``self.log`` has collected in the loop under way."""
+        results = self._trainer._results
+        return list(results.values()) if results is not None else []
 
     def follow_lengths(self) -> None:
         """Makes Lightning follow loaders whose length changes: from epoch to epoch, or in a resumed epoch."""

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -18,54 +17,23 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
-from lightning_dp.data.counts import CountFunction, as_count, resolve_count
-from lightning_dp.data.padding import UNEVEN_POLICIES, PaddingPolicy, sequence_number, without_trace
-from lightning_dp.errors import ConfigurationError, CountWarning, NonFiniteGradientError, UnreducedGradientError
+from lightning_dp.data.counts import CountFunction, as_count
+from lightning_dp.errors import ConfigurationError, CountWarning, UnreducedGradientError
 from lightning_dp.insight.run_report import RunFigures, RunReport
 from lightning_dp.loaders import TrainerLoaders
-from lightning_dp.reduction.ballot import Reason, Verdict
-from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig
+from lightning_dp.progress import Progress
+from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
+from lightning_dp.settings import BASE_ARGUMENTS, INHERENT_ARGUMENTS, Settings, check_keywords
 
-NONFINITE_POLICIES = ("skip", "raise", "off")
 CHECKPOINT_KEY = "lightning_dp"
 CHECKPOINT_VERSION = 1
-
-_BASE_ARGUMENTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-# What torch DDP must be told and this strategy does anyway, or what has nothing to act on here.
-_INHERENT_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-_REFUSED_ARGUMENTS = {
-    "ddp_comm_state": "torch DDP's communication hooks act on its own buckets, which do not exist here",
-    "ddp_comm_hook": "torch DDP's communication hooks act on its own buckets, which do not exist here",
-    "ddp_comm_wrapper": "torch DDP's communication hooks act on its own buckets, which do not exist here",
-    "model_averaging_period": "replicas are identical after every step, so there is nothing to average now and then",
-    "broadcast_buffers": "buffers are sent from rank 0 once, at the start",
-    "delay_all_reduce_named_params": "every gradient is reduced with its bucket",
-    "param_to_hook_all_reduce": "every gradient is reduced with its bucket",
-    "mixed_precision": "precision is the Trainer's: Trainer(precision=...)",
-    "device_mesh": "there is one group of replicas: all ranks",
-    "process_group": "there is one group of replicas: all ranks",
-    "init_sync": "replicas must be equal at the start, so rank 0's weights are always sent",
-}
-
-
-@dataclass
-class _Progress:
-    """Where the run stands; equal on all ranks."""
-
-    verdict: Verdict = field(default_factory=Verdict)  # on the reductions since the last optimizer step
-    last_skipped: bool = False
-    attempted: int = 0
-    skipped: int = 0
-    consecutive_skips: int = 0
-    total_count: int = 0
 
 
 class BucketedDDPStrategy(DDPStrategy):
@@ -121,44 +89,33 @@ class BucketedDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        _check_keywords(kwargs)
-        for name, value in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_cap_mb", first_bucket_cap_mb)):
-            _check_positive(name, value)
-        _check_positive("max_consecutive_skips", max_consecutive_skips)
-        if str(nonfinite) == "False":  # YAML reads a bare `off` as false
-            nonfinite = "off"
-        if nonfinite not in NONFINITE_POLICIES:
-            raise ConfigurationError(
-                f"nonfinite={nonfinite!r} is not known: use one of {', '.join(NONFINITE_POLICIES)}"
-            )
-        if uneven not in UNEVEN_POLICIES:
-            raise ConfigurationError(f"uneven={uneven!r} is not known: use one of {', '.join(UNEVEN_POLICIES)}")
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        _check_positive("timeout", seconds)
+        own = list(inspect.signature(BucketedDDPStrategy).parameters)[:-1]
+        check_keywords(kwargs, own)
+        self._settings = Settings(
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_cap_mb=first_bucket_cap_mb,
+            overlap=overlap,
+            count=count,
+            normalizers=normalizers,
+            nonfinite=nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
+            uneven=uneven,
+            pad_samples=pad_samples,
+            timeout=timeout,
+            start_method=start_method,
+        )
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=self._settings.seconds),
             start_method=start_method,
-            **{name: kwargs[name] for name in _BASE_ARGUMENTS if name in kwargs},
+            **{name: kwargs[name] for name in BASE_ARGUMENTS if name in kwargs},
         )
         # Lightning's tests and callbacks read this; nothing here does.
-        self._ddp_kwargs = {name: kwargs[name] for name in _INHERENT_ARGUMENTS if name in kwargs}
-        if normalizers and count not in ("samples", "equal"):
-            raise ConfigurationError(
-                f"count={count!r} and normalizers exclude each other: each part of the loss has a normalizer of its own"
-            )
-        self._normalizers = {name: resolve_count(function) for name, function in (normalizers or {}).items()}
-        self._count_function = resolve_count("equal" if normalizers else count)
-        self._nonfinite = nonfinite
-        self._uneven = uneven
-        self._pad_samples = bool(pad_samples)
-        self._max_consecutive_skips = int(max_consecutive_skips)
-        self._reducer_config = ReducerConfig(
-            float(bucket_cap_mb), float(first_bucket_cap_mb), bool(overlap), check_nonfinite=nonfinite != "off"
-        )
+        self._ddp_kwargs = {name: kwargs[name] for name in INHERENT_ARGUMENTS if name in kwargs}
+        self._normalizers = self._settings.normalizer_functions
+        self._count_function = self._settings.count_function
         self._reducer: GradientReducer | None = None
         self._loaders: TrainerLoaders | None = None
-        self._policy: PaddingPolicy | None = None
         self._reset_progress()
 
     # ------------------------------------------------------------------------------------------- what users call
@@ -172,7 +129,7 @@ class BucketedDDPStrategy(DDPStrategy):
         Raises:
             CountError: If it is no integer of at least 0.
         """
-        if not self._padding:
+        if not self.is_padding_batch:
             self._count = as_count(count, self._where())
 
     def normalize(self, loss_sum: Tensor, by: str) -> Tensor:
@@ -208,6 +165,11 @@ class BucketedDDPStrategy(DDPStrategy):
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped on all ranks."""
         return self._progress.last_skipped
+
+    @property
+    def is_padding_batch(self) -> bool:
+        """Whether the batch in hand only keeps this rank in step with others that have more data; it counts 0."""
+        return self._loaders is not None and self._loaders.padding
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -275,8 +237,8 @@ class BucketedDDPStrategy(DDPStrategy):
         self._loaders = TrainerLoaders(
             trainer,
             self._control,
-            self._uneven,
-            self._pad_samples,
+            self._settings.uneven,
+            self._settings.pad_samples,
             must_replay=self._must_replay(),
             normalizers=self._normalizers,
         )
@@ -292,7 +254,7 @@ class BucketedDDPStrategy(DDPStrategy):
         if self._ddp_kwargs:
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
-        self._reducer = GradientReducer(self.model.named_parameters(), config=self._reducer_config)
+        self._reducer = GradientReducer(self.model.named_parameters(), config=self._settings.reducer)
         self._note_plan()
         # Lightning moves step-wise schedulers even if the strategy did not step (training_epoch_loop.py:456).
         loop = trainer.fit_loop.epoch_loop
@@ -326,10 +288,8 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Takes note of whether the batch is padding, then moves it."""
-        self._padding = False
-        self._policy = None
         if self._loaders is not None and self.lightning_module is not None:
-            self._padding, self._policy = self._loaders.take(dataloader_idx)
+            self._loaders.take(dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _must_replay(self) -> bool:
@@ -361,7 +321,7 @@ class BucketedDDPStrategy(DDPStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        self._count = 0 if self._padding else self._count_of(args[0] if args else kwargs.get("batch"))
+        self._count = 0 if self.is_padding_batch else self._count_of(args[0] if args else kwargs.get("batch"))
         output = self._run_step(super().training_step, *args, **kwargs)
         if output is not None or not module.automatic_optimization:
             return output
@@ -378,32 +338,7 @@ class BucketedDDPStrategy(DDPStrategy):
         return self._run_step(super().test_step, *args, **kwargs)
 
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        policy = self._policy
-        assert module is not None
-        if policy is None:
-            return step(*args, **kwargs)
-        if self._padding and not policy.replays:
-            return None
-        before = sequence_number(self._world())
-        if self._padding:
-            with without_trace(module, self._logged):
-                output = step(*args, **kwargs)
-        else:
-            output = step(*args, **kwargs)
-        after = sequence_number(self._world())
-        policy.ran_step(communicated=before is None or before != after)
-        return output
-
-    def _world(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if dist.is_initialized() else None
-
-    def _logged(self) -> list[Metric]:
-        """The values that ``self.log`` has collected in the loop under way."""
-        module = self.lightning_module
-        assert module is not None
-        results = module.trainer._results
-        return list(results.values()) if results is not None else []
+        return self._loaders.run_step(step, *args, **kwargs) if self._loaders is not None else step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -459,45 +394,17 @@ class BucketedDDPStrategy(DDPStrategy):
                 f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
                 " self.manual_backward(loss) instead"
             )
-        progress = self._progress
-        verdict, progress.verdict = progress.verdict, Verdict()
-        progress.last_skipped = self._skips(verdict)
-        if progress.last_skipped:
-            self._skip(verdict)
+        # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
+        scaler_skips = getattr(self.precision_plugin, "scaler", None) is not None
+        if self._progress.skips(self._where(rank=False), scaler_skips):
             # Tells torch's schedulers that an optimizer is in use, or the next one to move warns of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             output = result
         else:
-            progress.consecutive_skips = 0
             # The closure has run; torch's optimizer gets its result, since Lightning clips after calling it.
             output = super().optimizer_step(optimizer, lambda: result, model, **kwargs)
-        progress.attempted += 1
+        self._progress.attempted += 1
         return output
-
-    def _skips(self, verdict: Verdict) -> bool:
-        """With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself."""
-        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
-        return verdict.reason is Reason.EMPTY if has_scaler else not verdict.step
-
-    def _skip(self, verdict: Verdict) -> None:
-        self._progress.skipped += 1
-        if verdict.reason is Reason.EMPTY:
-            rank_zero_warn(f"{self._where(rank=False)}: no rank had data, the step is skipped on all ranks")
-            return
-        self._progress.consecutive_skips += 1
-        assert verdict.reason is not None
-        cause = f"{verdict.reason.value}{': ' + verdict.detail if verdict.detail else ''}"
-        if self._nonfinite == "raise":
-            raise NonFiniteGradientError(f"{self._where(rank=False)}: {cause}; weights are as before this step")
-        if self._progress.consecutive_skips >= self._max_consecutive_skips:
-            raise NonFiniteGradientError(
-                f"{self._where(rank=False)}: {cause}; {self._progress.consecutive_skips} steps in a row were skipped"
-                f" (max_consecutive_skips={self._max_consecutive_skips}); look at the data and the learning rate"
-            )
-        rank_zero_warn(
-            f"{self._where(rank=False)}: {cause}; the step is skipped on all ranks"
-            f" ({self._progress.consecutive_skips} in a row, at most {self._max_consecutive_skips - 1} are let pass)"
-        )
 
     def _update_lr_schedulers(
         self, update: Callable[..., None], interval: str, update_plateau_schedulers: bool
@@ -525,10 +432,7 @@ class BucketedDDPStrategy(DDPStrategy):
             together = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
             checkpoint[CHECKPOINT_KEY] = {
                 "version": CHECKPOINT_VERSION,
-                "attempted_steps": self._progress.attempted,
-                "skipped_steps": self._progress.skipped,
-                "consecutive_skips": self._progress.consecutive_skips,
-                "total_count": self._progress.total_count,
+                "progress": self._progress.state_dict(),
                 "reducer": self._reducer.state_dict(),
                 "loaders": self._loaders.state() if self._loaders is not None and together else [],
             }
@@ -540,8 +444,7 @@ class BucketedDDPStrategy(DDPStrategy):
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None or self._reducer is None:
             return
-        self._progress.attempted, self._progress.skipped = state["attempted_steps"], state["skipped_steps"]
-        self._progress.consecutive_skips, self._progress.total_count = state["consecutive_skips"], state["total_count"]
+        self._progress.load_state_dict(state["progress"])
         self._reducer.load_state_dict(state["reducer"])
         if self._loaders is not None:
             self._loaders.restore(state["loaders"])
@@ -549,11 +452,10 @@ class BucketedDDPStrategy(DDPStrategy):
     # ------------------------------------------------------------------------------------------- bookkeeping
 
     def _reset_progress(self) -> None:
-        self._progress = _Progress()
+        settings = self._settings
+        self._progress = Progress(settings.nonfinite == "raise", settings.max_consecutive_skips)
         self._figures = RunFigures()
         self._count = 1
-        self._padding = False
-        self._policy = None
         self._batch_idx = 0
         self._buckets = 0
         self._gradient_bytes = 0
@@ -564,12 +466,10 @@ class BucketedDDPStrategy(DDPStrategy):
         self._gradient_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
     def _note_reduction(self) -> None:
-        """Keeps the verdict for the optimizer step: one bad reduction since the last step spoils the step."""
+        """Keeps the verdict for the optimizer step, and the figures for the report."""
         assert self._reducer is not None and self._reducer.last is not None
         last = self._reducer.last
-        if self._progress.verdict.step or self._progress.verdict.reason is Reason.EMPTY:
-            self._progress.verdict = last.verdict
-        self._progress.total_count += last.tally.count
+        self._progress.note(last.verdict, last.tally.count)
         self._figures.add(last.nbytes, last.messages, last.times.exposed, last.times.backward_end)
         self._note_plan()
 
@@ -579,23 +479,6 @@ class BucketedDDPStrategy(DDPStrategy):
     def _where(self, rank: bool = True) -> str:
         step = f"step {self._progress.attempted}, batch {self._batch_idx}"
         return f"rank {self.global_rank}, {step}" if rank else step
-
-
-def _check_keywords(kwargs: Mapping[str, Any]) -> None:
-    known = (*_BASE_ARGUMENTS, *_INHERENT_ARGUMENTS)
-    for name in kwargs:
-        if name in _REFUSED_ARGUMENTS:
-            raise ConfigurationError(f"{name} cannot be used with bucketed_ddp: {_REFUSED_ARGUMENTS[name]}")
-        if name not in known:
-            own = list(inspect.signature(BucketedDDPStrategy).parameters)[:-1]
-            raise ConfigurationError(f"bucketed_ddp has no argument {name!r}; its own are {', '.join(own)}")
-    if kwargs.get("gradient_as_bucket_view") is False:
-        rank_zero_warn("gradient_as_bucket_view=False is ignored: gradients are always views of their buckets here")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
 
 
 BucketedDDPStrategy.register_strategies(StrategyRegistry)

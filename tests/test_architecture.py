@@ -15,6 +15,7 @@ ROWS = [
     ["reduction"],
     ["data"],
     ["health"],
+    ["settings", "progress", "loaders"],
     ["", "strategy", "fabric", "callbacks", "config", "demo"],  # "" is the package itself
     ["cli"],
 ]

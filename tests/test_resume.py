@@ -30,7 +30,7 @@ class Watching(Module):
         self.seen: dict[int, list[Any]] = {}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if not self.trainer.strategy._padding:
+        if not self.trainer.strategy.is_padding_batch:
             what = batch["index"].tolist() if "index" in batch else [round(float(batch["x"].sum()), 9)]
             self.seen.setdefault(self.trainer.current_epoch, []).extend(what)
         return loss_of(self.net, batch)

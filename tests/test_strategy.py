@@ -659,8 +659,8 @@ def test_a_resumed_run_is_bit_identical_and_keeps_its_counters(pool: RankPool, t
         assert result["scheduler"] == (12, 12)
         samples_seen = 4 * sum(sum(by_rank) for by_rank in first_ranks(RAGGED, 3))
         assert result["count"] == (samples_seen, samples_seen)
-        assert result["saved"]["skipped_steps"] == 2
-        assert result["saved"]["attempted_steps"] == 8
+        assert result["saved"]["progress"]["skipped"] == 2
+        assert result["saved"]["progress"]["attempted"] == 8
 
 
 def fit_from_stock_checkpoint(rank: int, folder: str) -> bool:
@@ -757,7 +757,7 @@ def test_the_name_and_the_object_give_the_same_trainer() -> None:
             connector.is_distributed,
             connector.use_distributed_sampler,
             trainer.strategy._timeout,
-            trainer.strategy._reducer_config,
+            trainer.strategy._settings,
         )
 
     assert described("bucketed_ddp") == described(BucketedDDPStrategy())

@@ -192,7 +192,7 @@ class Watching(Module):
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if not self.trainer.strategy._padding:
+        if not self.trainer.strategy.is_padding_batch:
             self.seen.append(batch["index"].tolist())
         return super().training_step(batch, batch_idx)
 
@@ -471,7 +471,7 @@ class Evaluates(LogsLoss):
         n = len(batch["x"])
         if self.gathers:
             self.all_gather(torch.tensor(1))
-        if not self.trainer.strategy._padding:
+        if not self.trainer.strategy.is_padding_batch:
             self.seen += batch["index"].tolist()
         self.log("constant", 2.0, sync_dist=True)
         self.log("index", batch["index"].double().mean(), sync_dist=True)

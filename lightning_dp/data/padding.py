@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -92,9 +92,11 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def sequence_number(group: torch.distributed.ProcessGroup | None) -> int | None:
-    """How many collectives the group has run; ``None`` if it does not tell (checked on gloo of torch 2.13)."""
+def sequence_number() -> int | None:
+    """How many collectives the default group has run; ``None`` if it does not tell (checked on gloo of torch 2.13)."""
+    if not dist.is_initialized():
+        return 0
     try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
         return None

@@ -1,0 +1,89 @@
+"""Where a run stands: steps attempted and skipped, and what the ranks have agreed on since the last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dp.errors import NonFiniteGradientError
+from lightning_dp.reduction.ballot import Reason, Verdict
+
+_SAVED = ("attempted", "skipped", "consecutive_skips", "total_count")
+
+
+class Progress:
+    """Counters of a run; equal on all ranks, as every change follows from a verdict that all ranks share.
+
+    Args:
+        raises: Raise at the first step that is skipped for a non-finite gradient.
+        max_consecutive_skips: Raise after that many skipped steps in a row.
+
+    Attributes:
+        attempted: Optimizer steps taken or skipped; the number of the step under way.
+        skipped: Steps skipped.
+        consecutive_skips: Steps skipped for a non-finite gradient since the last step taken.
+        total_count: Samples, tokens, ... seen by all ranks.
+        last_skipped: Whether the last step was skipped.
+    """
+
+    def __init__(self, raises: bool, max_consecutive_skips: int) -> None:
+        self._raises = raises
+        self._max_consecutive_skips = max_consecutive_skips
+        self._verdict = Verdict()
+        self.attempted = 0
+        self.skipped = 0
+        self.consecutive_skips = 0
+        self.total_count = 0
+        self.last_skipped = False
+
+    def note(self, verdict: Verdict, count: int) -> None:
+        """Takes in a reduction's verdict and count; one bad reduction since the last step spoils the step."""
+        if self._verdict.step or self._verdict.reason is Reason.EMPTY:
+            self._verdict = verdict
+        self.total_count += count
+
+    def skips(self, where: str, scaler_skips: bool) -> bool:
+        """Whether the step under way is skipped, by what was noted since the last one.
+
+        Args:
+            where: Step and batch, for messages.
+            scaler_skips: A GradScaler finds the same Inf on every rank, skips, and lowers its scale by itself.
+
+        Raises:
+            NonFiniteGradientError: If the policy is to raise, or after too many skips in a row.
+        """
+        verdict, self._verdict = self._verdict, Verdict()
+        self.last_skipped = verdict.reason is Reason.EMPTY if scaler_skips else not verdict.step
+        if not self.last_skipped:
+            self.consecutive_skips = 0
+        elif verdict.reason is Reason.EMPTY:
+            self.skipped += 1
+            rank_zero_warn(f"{where}: no rank had data, the step is skipped on all ranks")
+        else:
+            self.skipped += 1
+            self.consecutive_skips += 1
+            self._complain(where, verdict)
+        return self.last_skipped
+
+    def _complain(self, where: str, verdict: Verdict) -> None:
+        assert verdict.reason is not None
+        cause = f"{where}: {verdict.reason.value}{': ' + verdict.detail if verdict.detail else ''}"
+        row, limit = self.consecutive_skips, self._max_consecutive_skips
+        if self._raises:
+            raise NonFiniteGradientError(f"{cause}; weights are as before this step")
+        if row >= limit:
+            raise NonFiniteGradientError(
+                f"{cause}; {row} steps in a row were skipped (max_consecutive_skips={limit}); look at the data and the"
+                " learning rate"
+            )
+        rank_zero_warn(f"{cause}; the step is skipped on all ranks ({row} in a row, at most {limit - 1} are let pass)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, as plain numbers."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over :meth:`state_dict`'s result."""
+        for name in _SAVED:
+            setattr(self, name, state[name])

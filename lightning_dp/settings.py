@@ -1,0 +1,126 @@
+"""The strategy's settings, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from lightning_dp.data.counts import CountFunction, resolve_count
+from lightning_dp.data.padding import UNEVEN_POLICIES
+from lightning_dp.errors import ConfigurationError
+from lightning_dp.reduction.reducer import ReducerConfig
+
+NONFINITE_POLICIES = ("skip", "raise", "off")
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+# Lightning's own arguments of a strategy, handed on as they are.
+BASE_ARGUMENTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+# What torch DDP must be told and this strategy does anyway.
+INHERENT_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+_HOOKS = "torch DDP's communication hooks act on its own buckets, which do not exist here"
+_ONE_GROUP = "there is one group of replicas: all ranks"
+_WHOLE_BUCKETS = "every gradient is reduced with its bucket"
+REFUSED_ARGUMENTS = {
+    "ddp_comm_state": _HOOKS,
+    "ddp_comm_hook": _HOOKS,
+    "ddp_comm_wrapper": _HOOKS,
+    "model_averaging_period": "replicas are identical after every step, so there is nothing to average now and then",
+    "broadcast_buffers": "buffers are sent from rank 0 once, at the start",
+    "delay_all_reduce_named_params": _WHOLE_BUCKETS,
+    "param_to_hook_all_reduce": _WHOLE_BUCKETS,
+    "mixed_precision": "precision is the Trainer's: Trainer(precision=...)",
+    "device_mesh": _ONE_GROUP,
+    "process_group": _ONE_GROUP,
+    "init_sync": "replicas must be equal at the start, so rank 0's weights are always sent",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user chose; see :class:`lightning_dp.BucketedDDPStrategy` for the meanings.
+
+    Raises:
+        ConfigurationError: If a value is out of range; one line that says what is allowed.
+    """
+
+    bucket_cap_mb: float
+    first_bucket_cap_mb: float
+    overlap: bool
+    count: str | CountFunction
+    normalizers: Mapping[str, str | CountFunction] | None
+    nonfinite: str
+    max_consecutive_skips: int
+    uneven: str
+    pad_samples: bool
+    timeout: timedelta | float
+    start_method: str
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_consecutive_skips"):
+            _check_positive(name, getattr(self, name))
+        _check_positive("timeout", self.seconds)
+        if str(self.nonfinite) == "False":  # YAML reads a bare `off` as false
+            object.__setattr__(self, "nonfinite", "off")
+        _check_choice("nonfinite", self.nonfinite, NONFINITE_POLICIES)
+        _check_choice("uneven", self.uneven, UNEVEN_POLICIES)
+        _check_choice("start_method", self.start_method, START_METHODS)
+        resolve_count(self.count)
+        if self.normalizers and self.count not in ("samples", "equal"):
+            raise ConfigurationError(
+                f"count={self.count!r} and normalizers exclude each other: each part of the loss has its own normalizer"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """How long a rank waits for another one."""
+        return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+
+    @property
+    def count_function(self) -> CountFunction:
+        """What a micro-batch weighs; with normalizers all weigh the same."""
+        return resolve_count("equal" if self.normalizers else self.count)
+
+    @property
+    def normalizer_functions(self) -> dict[str, CountFunction]:
+        """What parts of a loss are divided by."""
+        return {name: resolve_count(function) for name, function in (self.normalizers or {}).items()}
+
+    @property
+    def reducer(self) -> ReducerConfig:
+        """The reducer's part."""
+        return ReducerConfig(
+            float(self.bucket_cap_mb),
+            float(self.first_bucket_cap_mb),
+            bool(self.overlap),
+            check_nonfinite=self.nonfinite != "off",
+        )
+
+
+def check_keywords(keywords: Mapping[str, Any], own: list[str]) -> None:
+    """Refuses what has no meaning here, with the reason, and what nobody knows, with what there is.
+
+    Args:
+        keywords: Arguments other than the strategy's own.
+        own: Names of the strategy's own.
+
+    Raises:
+        ConfigurationError: For the first such argument.
+    """
+    for name in keywords:
+        if name in REFUSED_ARGUMENTS:
+            raise ConfigurationError(f"{name} cannot be used with bucketed_ddp: {REFUSED_ARGUMENTS[name]}")
+        if name not in (*BASE_ARGUMENTS, *INHERENT_ARGUMENTS):
+            raise ConfigurationError(f"bucketed_ddp has no argument {name!r}; its own are {', '.join(own)}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
+        raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is not known: use one of {', '.join(choices)}")
