@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.utils.data import BatchSampler, DataLoader
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from lightning_dp.data.counts import CountFunction
@@ -50,7 +53,9 @@ class TrainerLoaders:
         self._wire = wire
         self._uneven = uneven
         self._must_replay = must_replay
+        self._seed: int = wire.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), 0)
         self._normalizers = normalizers or {}
+        self._warned = False
         self.padding = False
         self._policy: PaddingPolicy | None = None
         self._restored: list[list[LoaderState]] = []
@@ -87,8 +92,9 @@ class TrainerLoaders:
             dataloader.dataset if plain else dataloader.sampler,  # type: ignore[arg-type]
             num_replicas=self._wire.world_size,
             rank=self._wire.rank,
-            shuffle=shuffle and not overfits and mode != RunningStage.PREDICTING,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            # As one device would: Lightning asks for shuffling in training also where the loader does not shuffle.
+            shuffle=shuffle and isinstance(dataloader.sampler, RandomSampler) and not overfits,
+            seed=self._seed,
             drop_last=batch_size or 0,
         )
 
@@ -146,9 +152,21 @@ class TrainerLoaders:
             loaders = loaders[dataloader_idx : dataloader_idx + 1]
         ours = [loader for loader in loaders if isinstance(loader, LockstepLoader)]
         if ours:
-            # With several loaders a batch is real if any of them delivered.
-            self.padding = all([loader.take() for loader in ours])
+            # With several loaders a batch is real if any of them delivered a real one.
+            taken = [padding for padding in [loader.take() for loader in ours] if padding is not None]
+            self.padding = bool(taken) and all(taken)
             self._policy = ours[0].policy
+            if len(set(taken)) > 1:
+                self._warn_of_mixture()
+
+    def _warn_of_mixture(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rank {self._wire.rank}: of several training loaders one has run out before the other ranks' did; its"
+                " last batch is repeated beside the other loaders' until they end",
+                stacklevel=2,
+            )
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step on the batch in hand; of a padding batch it is skipped, or leaves no trace, by the policy."""
@@ -157,7 +175,8 @@ class TrainerLoaders:
             return step(*args, **kwargs)
         if self.padding and not policy.replays:
             return None
-        trace = without_trace(self._trainer.lightning_module, self._logged) if self.padding else nullcontext()
+        module = self._trainer.lightning_module
+        trace = without_trace(module, self._logged, _is_local) if self.padding else nullcontext()
         before = sequence_number()
         with trace:
             output = step(*args, **kwargs)
@@ -188,9 +207,29 @@ class TrainerLoaders:
 
     # ------------------------------------------------------------------------------------------- state
 
-    def state(self) -> list[list[dict[str, Any]]]:
-        """States of all training loaders: for each loader those of all ranks. Communicates."""
-        return [self._wire.gather(loader.state().as_dict()) for loader in self._training()]
+    def state(self, alone: bool) -> list[list[dict[str, Any]]]:
+        """States of all training loaders: for each loader those of all ranks.
+
+        Args:
+            alone: The other ranks do not take part. Then only loaders whose position is the same on every rank have a
+                state.
+        """
+        loop = self._trainer.fit_loop
+        epoch: Any = loop.epoch_progress.current
+        # Lightning's epoch may end before the data does: limit_train_batches, max_steps.
+        ended = epoch.processed >= epoch.started or loop.epoch_loop._num_ready_batches_reached()
+        if not ended and loop._should_accumulate():
+            rank_zero_warn(
+                "this checkpoint is written within an accumulation window, whose gradients so far are not saved: a"
+                " run resumed from it trains on without them"
+            )
+        loaders = self._training()
+        states = [replace(loader.state(), finished=loader.state().finished or ended) for loader in loaders]
+        if not alone:
+            return [self._wire.gather(state.as_dict()) for state in states]
+        if any(state.samples is None for state in states):
+            return []
+        return [[state.as_dict()] * self._wire.world_size for state in states]
 
     def restore(self, states: Sequence[Sequence[dict[str, Any]]]) -> None:
         """Takes over :meth:`state`'s result; loaders that exist already start their epoch again behind it."""
@@ -199,6 +238,11 @@ class TrainerLoaders:
             if self._restored:
                 loader.resume(self._restored.pop(0))
         fetcher = self._trainer.fit_loop._data_fetcher
+        if not states and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
+            rank_zero_warn(
+                "the checkpoint does not say which data of its epoch had been seen (it was not written by bucketed_ddp,"
+                " or after an error with loaders of your own): if it is from within an epoch, data is repeated"
+            )
         if fetcher is not None:
             self._lift_limits()
             iter(fetcher)
@@ -207,3 +251,9 @@ class TrainerLoaders:
         combined = self._trainer.fit_loop._combined_loader
         loaders = combined.flattened if combined is not None else []
         return [loader for loader in loaders if isinstance(loader, LockstepLoader)]
+
+
+def _is_local(metric: Metric) -> bool:
+    """Whether a logged value is this rank's own: then it may be that of a padding batch, rather than none at all."""
+    meta = getattr(metric, "meta", None)
+    return meta is not None and not meta.sync.should

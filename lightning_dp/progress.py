@@ -1,4 +1,4 @@
-"""Where a run stands: steps attempted and skipped, and what the ranks have agreed on since the last step."""
+"""Where a run stands: steps attempted and skipped, and the ranks' verdict on the gradients that there are."""
 
 from __future__ import annotations
 
@@ -37,14 +37,24 @@ class Progress:
         self.total_count = 0
         self.last_skipped = False
 
-    def note(self, verdict: Verdict, count: int) -> None:
-        """Takes in a reduction's verdict and count; one bad reduction since the last step spoils the step."""
-        if self._verdict.step or self._verdict.reason is Reason.EMPTY:
+    def note(self, verdict: Verdict, count: int, carried: bool) -> None:
+        """Takes in a reduction's verdict and count.
+
+        A verdict holds for as long as the gradients do that it is of, whatever optimizers step on them.
+
+        Args:
+            verdict: Of the reduction.
+            count: Samples, tokens, ... in it.
+            carried: Whether its gradients were added to earlier ones; then one bad part spoils the sum, and a part
+                without data adds nothing.
+        """
+        keeps_earlier = carried and (not self._verdict.step or verdict.reason is Reason.EMPTY)
+        if not keeps_earlier or self._verdict.reason is Reason.EMPTY:
             self._verdict = verdict
         self.total_count += count
 
     def skips(self, where: str, scaler_skips: bool) -> bool:
-        """Whether the step under way is skipped, by what was noted since the last one.
+        """Whether the step under way is skipped, by the verdict on the gradients that there are.
 
         Args:
             where: Step and batch, for messages.
@@ -53,7 +63,7 @@ class Progress:
         Raises:
             NonFiniteGradientError: If the policy is to raise, or after too many skips in a row.
         """
-        verdict, self._verdict = self._verdict, Verdict()
+        verdict = self._verdict
         self.last_skipped = verdict.reason is Reason.EMPTY if scaler_skips else not verdict.step
         if not self.last_skipped:
             self.consecutive_skips = 0
@@ -67,8 +77,7 @@ class Progress:
         return self.last_skipped
 
     def _complain(self, where: str, verdict: Verdict) -> None:
-        assert verdict.reason is not None
-        cause = f"{where}: {verdict.reason.value}{': ' + verdict.detail if verdict.detail else ''}"
+        cause = f"{where}: {verdict.describe()}"
         row, limit = self.consecutive_skips, self._max_consecutive_skips
         if self._raises:
             raise NonFiniteGradientError(f"{cause}; weights are as before this step")

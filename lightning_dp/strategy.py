@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,14 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_dp.data.counts import CountFunction, as_count
-from lightning_dp.errors import ConfigurationError, CountWarning, UnreducedGradientError
+from lightning_dp.errors import ConfigurationError, CountWarning, NonFiniteGradientError, UnreducedGradientError
 from lightning_dp.insight.run_report import RunFigures, RunReport
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
+from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
@@ -114,9 +116,15 @@ class BucketedDDPStrategy(DDPStrategy):
         self._ddp_kwargs = {name: kwargs[name] for name in INHERENT_ARGUMENTS if name in kwargs}
         self._normalizers = self._settings.normalizer_functions
         self._count_function = self._settings.count_function
+        self._progress = Progress(self._settings.nonfinite == "raise", self._settings.max_consecutive_skips)
+        self._figures = RunFigures()
+        self._plan = BucketPlan(())
+        self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
         self._reducer: GradientReducer | None = None
+        self._reducer_state: dict[str, Any] | None = None
         self._loaders: TrainerLoaders | None = None
-        self._reset_progress()
+        self._count = 1
+        self._batch_idx = 0
 
     # ------------------------------------------------------------------------------------------- what users call
 
@@ -183,8 +191,8 @@ class BucketedDDPStrategy(DDPStrategy):
             steps=self._progress.attempted - self._progress.skipped,
             skipped_steps=self._progress.skipped,
             count=self._progress.total_count,
-            buckets=self._buckets,
-            gradient_bytes=self._gradient_bytes,
+            buckets=len(self._plan.buckets),
+            gradient_bytes=self._plan.nbytes,
         )
 
     # ------------------------------------------------------------------------------------------- set-up, teardown
@@ -220,14 +228,14 @@ class BucketedDDPStrategy(DDPStrategy):
         model = self.model
         assert model is not None
         wire = Wire()
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        named = [
-            (name, tensor)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if name not in ignored
-        ]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        named = [(name, tensor) for name, tensor in tensors if name not in self._ignored()]
         verify_same_structure(named, wire)
         broadcast_from_rank_zero((tensor for _, tensor in named), wire)
+
+    def _ignored(self) -> frozenset[str]:
+        """Names that the module wants left alone on each rank, by torch DDP's convention."""
+        return frozenset(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
 
     def setup(self, trainer: Trainer) -> None:
         """Sets the model up; when fitting, attaches the reducer."""
@@ -250,12 +258,19 @@ class BucketedDDPStrategy(DDPStrategy):
             warnings.simplefilter("ignore", CountWarning)  # said once, by rank 0
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._reset_progress()
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise ConfigurationError(
+                "training_step(dataloader_iter) fetches its batches itself, so nobody can count them or keep ranks in"
+                " step; take a batch instead: training_step(batch, batch_idx)"
+            )
+        if any(isinstance(optimizer, SparseAdam) for optimizer in self.optimizers):
+            raise ConfigurationError("SparseAdam needs sparse gradients, which are made dense here; use Adam")
         if self._ddp_kwargs:
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
-        self._reducer = GradientReducer(self.model.named_parameters(), config=self._settings.reducer)
-        self._note_plan()
+        self._known = WeakKeyDictionary()
+        named = [(name, p) for name, p in self.model.named_parameters() if name not in self._ignored()]
+        self._reducer = GradientReducer(named, config=self._settings.reducer)
         # Lightning moves step-wise schedulers even if the strategy did not step (training_epoch_loop.py:456).
         loop = trainer.fit_loop.epoch_loop
         loop.update_lr_schedulers = partial(self._update_lr_schedulers, loop.update_lr_schedulers)  # type: ignore[method-assign]
@@ -271,6 +286,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._remove_loaders()
         if self._reducer is not None:
             self._reducer.detach()
+            self._reducer_state = self._reducer.state_dict()  # for a checkpoint saved after fit
             self._reducer = None
         module = self.lightning_module
         if module is not None and module._trainer is not None:
@@ -385,9 +401,13 @@ class BucketedDDPStrategy(DDPStrategy):
             UnreducedGradientError: In manual optimization, if gradients come from a plain ``loss.backward()``.
             NonFiniteGradientError: On all ranks, by policy ``"raise"`` or after too many skips in a row.
         """
-        if isinstance(optimizer, LBFGS) or self._reducer is None:
-            # LBFGS evaluates its closure as often as it likes, so there is no one verdict to step on.
+        if self._reducer is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._check_known(optimizer)
+        if isinstance(optimizer, LBFGS):
+            output = super().optimizer_step(optimizer, partial(self._global_loss, closure), model, **kwargs)
+            self._progress.attempted += 1
+            return output
         result = closure()
         if self._reducer.has_unreduced:
             raise UnreducedGradientError(
@@ -401,10 +421,41 @@ class BucketedDDPStrategy(DDPStrategy):
             optimizer._opt_called = True  # type: ignore[attr-defined]
             output = result
         else:
-            # The closure has run; torch's optimizer gets its result, since Lightning clips after calling it.
-            output = super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+            # The closure has run; the optimizer gets its result. One that asks again (SAM) has it run again.
+            results = [result]
+            output = super().optimizer_step(optimizer, lambda: results.pop() if results else closure(), model, **kwargs)
         self._progress.attempted += 1
         return output
+
+    def _global_loss(self, closure: Callable[[], Any]) -> Any:
+        """The loss over all ranks, for an optimizer that decides by it: by their own losses ranks would part ways."""
+        loss = closure()
+        assert self._reducer is not None and self._reducer.last is not None
+        last = self._reducer.last
+        if not last.verdict.step and self._settings.nonfinite != "off":
+            raise NonFiniteGradientError(
+                f"{self._where(rank=False)}: {last.verdict.describe()}; LBFGS cannot skip an evaluation"
+            )
+        if not isinstance(loss, Tensor):
+            return loss
+        mine = loss.detach() * self._count if self._count else torch.zeros_like(loss)
+        return super().reduce(mine, reduce_op="sum") / max(1, last.tally.count)
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Parameters that the reducer does not know would have each rank's own gradient."""
+        groups = tuple(len(group["params"]) for group in optimizer.param_groups)
+        if self._known.get(optimizer) == groups:
+            return
+        assert self._reducer is not None
+        for number, group in enumerate(optimizer.param_groups):
+            unknown = sum(p.requires_grad and not self._reducer.knows(p) for p in group["params"])
+            if unknown:
+                raise UnreducedGradientError(
+                    f"{self._where()}: {unknown} parameters of the optimizer's group {number} are none of the module's"
+                    " parameters as fit found them, so their gradients are not averaged; register them in the module"
+                    " (in __init__ or configure_model) before fit"
+                )
+        self._known[optimizer] = groups
 
     def _update_lr_schedulers(
         self, update: Callable[..., None], interval: str, update_plateau_schedulers: bool
@@ -426,15 +477,16 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Adds what a resumed run needs; plain numbers and strings, the same on every rank."""
-        if self._reducer is not None:
+        reducer_state = self._reducer.state_dict() if self._reducer is not None else self._reducer_state
+        if reducer_state is not None:
             module = self.lightning_module
-            # After an exception this rank may be alone, and states of loaders are gathered.
-            together = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
+            # After an exception this rank may be alone.
+            alone = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
             checkpoint[CHECKPOINT_KEY] = {
                 "version": CHECKPOINT_VERSION,
                 "progress": self._progress.state_dict(),
-                "reducer": self._reducer.state_dict(),
-                "loaders": self._loaders.state() if self._loaders is not None and together else [],
+                "reducer": reducer_state,
+                "loaders": self._loaders.state(alone) if self._loaders is not None else [],
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -451,27 +503,13 @@ class BucketedDDPStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------------------------------- bookkeeping
 
-    def _reset_progress(self) -> None:
-        settings = self._settings
-        self._progress = Progress(settings.nonfinite == "raise", settings.max_consecutive_skips)
-        self._figures = RunFigures()
-        self._count = 1
-        self._batch_idx = 0
-        self._buckets = 0
-        self._gradient_bytes = 0
-
-    def _note_plan(self) -> None:
-        assert self._reducer is not None and self.model is not None
-        self._buckets = len(self._reducer.plan.buckets)
-        self._gradient_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-
     def _note_reduction(self) -> None:
         """Keeps the verdict for the optimizer step, and the figures for the report."""
         assert self._reducer is not None and self._reducer.last is not None
         last = self._reducer.last
-        self._progress.note(last.verdict, last.tally.count)
+        self._progress.note(last.verdict, last.tally.count, last.carried)
         self._figures.add(last.nbytes, last.messages, last.times.exposed, last.times.backward_end)
-        self._note_plan()
+        self._plan = self._reducer.plan
 
     def _count_of(self, batch: Any) -> int:
         return as_count(self._count_function(batch), self._where())

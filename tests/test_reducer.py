@@ -192,9 +192,9 @@ def test_messages_and_bytes_equal_the_formula(pool: RankPool, world_size: int, k
         for step, (inside_no_sync, events) in enumerate(result["steps"]):
             assert inside_no_sync == 0
             sent = [(name, nbytes) for name, nbytes in events if not name.startswith("grad")]
-            if step == 0:  # the observed order is broadcast once
-                assert [name for name, _ in sent].count("broadcast") == 1
-                sent = [entry for entry in sent if entry[0] != "broadcast"]
+            if step == 0:  # the observed orders are exchanged once
+                assert [name for name, _ in sent].count("all_gather_object") == 1
+                sent = [entry for entry in sent if entry[0] != "all_gather_object"]
             assert {name for name, _ in sent} == {"all_reduce"}
             *buckets, ballot = [nbytes for _, nbytes in sent]
             if step > 0:

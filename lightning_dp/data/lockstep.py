@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_dp.data.padding import PaddingPolicy
 from lightning_dp.data.samplers import UnpaddedSampler
@@ -53,7 +53,8 @@ class LoaderState:
         finished: Whether the epoch's data is used up on all ranks, so that the next epoch starts afresh.
         exhausted: Whether this rank's own data is used up.
         rng: State of torch's global generator when the epoch's iteration began, for loaders that shuffle by it.
-        generator: The same of the loader's own generator, if it has one.
+        generators: The same of the generators that the loader and its samplers have of their own.
+        seed: Seed of the order that an :class:`UnpaddedSampler` deals out.
         inner: State of a stateful loader.
     """
 
@@ -63,7 +64,8 @@ class LoaderState:
     finished: bool
     exhausted: bool
     rng: Tensor
-    generator: Tensor | None = None
+    generators: list[Tensor] = field(default_factory=list)
+    seed: int | None = None
     inner: Any = None
 
     as_dict = asdict
@@ -80,7 +82,7 @@ class LockstepLoader:
         wire: The ranks, over a group that works on CPU tensors.
         policy: What becomes of padding batches.
         ends_early: End here, instead of padding, where ``policy`` would skip the step: for loops that do not
-            communicate by themselves.
+            communicate by themselves. Loaders without a length are padded all the same: their ranks ask each other.
         strict: Raise on all ranks where ranks have different numbers of batches.
         counter: Counts each accumulation window before it is handed out; by default nothing is counted.
 
@@ -135,13 +137,16 @@ class LockstepLoader:
         self.policy.start_epoch()
         return self._iterate_sized() if self.sized else self._iterate_unsized()
 
-    def take(self) -> bool:
-        """Takes note that the batch handed out first goes into a step now; returns whether it is padding.
+    def take(self) -> bool | None:
+        """Takes note that the batch handed out first goes into a step now.
 
         The loop may fetch ahead, so what was handed out and what was used are two things; state is of what was used.
+
+        Returns:
+            Whether it is padding; ``None`` if there is no batch of this loader in the step.
         """
         if not self._handed_out:
-            return False
+            return None
         self._used = self._handed_out.popleft()
         return self._used.padding
 
@@ -163,7 +168,8 @@ class LockstepLoader:
             finished=finished,
             exhausted=used.padding,
             rng=self._rng,
-            generator=self._generator_state,
+            generators=self._generator_states,
+            seed=None if self._dealt_out is None else self._dealt_out.seed,
             inner=used.inner,
         )
 
@@ -209,14 +215,15 @@ class LockstepLoader:
 
     def _begin_epoch(self) -> None:
         """Sets the epoch's start: its beginning, or behind what a resumed run has seen."""
-        state = self._resumed_from or LoaderState(0, 0, 0, False, False, torch.get_rng_state(), self._own_generator())
+        state = self._resumed_from or LoaderState(0, 0, 0, False, False, *self._random_states())
         self._handed_out.clear()
         self._ended = False
-        self._rng, self._generator_state = state.rng, state.generator
+        self._rng, self._generator_states = state.rng, state.generators
         self._first_position = state.position
         self._used = Delivery(state.exhausted, state.position, state.own, state.inner)
         if self._dealt_out is not None:
             self._dealt_out.start = state.samples or 0
+            self._dealt_out.seed = self._dealt_out.seed if state.seed is None else state.seed
         if self.sized:
             self._agree_on_length()
 
@@ -224,8 +231,8 @@ class LockstepLoader:
         mine = max(0, _length(self.loader))
         if self._dealt_out is not None:
             mine += self._first_position  # the sampler has left out what was seen
-        # An iterable dataset's length is what it says, which may be more than it has.
-        known = not isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        # Of other loaders the length is what they say, which may be more than they have.
+        known = type(self.loader) in (list, tuple) or self._dealt_out is not None
         told = self._wire.gather((mine, known))
         lengths = [length for length, _ in told]
         if self._strict and len(set(lengths)) > 1:
@@ -239,7 +246,9 @@ class LockstepLoader:
         inner, skip = self._used.inner, self._used.own
         if not self._first_position:
             # As late as this: the loop may have drawn random numbers since the epoch was started.
-            self._rng, self._generator_state = torch.get_rng_state(), self._own_generator()
+            self._rng, self._generator_states = self._random_states()
+        for generator, generator_state in zip(self._generators(), self._generator_states, strict=False):
+            generator.set_state(generator_state)
         if inner is not None:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
         if self._used.padding:
@@ -252,17 +261,22 @@ class LockstepLoader:
         """Draws seen batches once more and drops them, from the same random numbers, so that the order is the same."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._rng)
-        if self._generator_state is not None:
-            self.loader.generator.set_state(self._generator_state)  # type: ignore[attr-defined]
         source = iter(self.loader)
         for _ in range(skip):
             next(source, None)
         torch.set_rng_state(outside)
         return source
 
-    def _own_generator(self) -> Tensor | None:
-        generator = getattr(self.loader, "generator", None)
-        return generator.get_state() if isinstance(generator, torch.Generator) else None
+    def _random_states(self) -> tuple[Tensor, list[Tensor]]:
+        return torch.get_rng_state(), [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the loader and its samplers have of their own, each once."""
+        owners = [self.loader]
+        for name in ("sampler", "batch_sampler", "source"):
+            owners += [getattr(owner, name) for owner in owners if hasattr(owner, name)]
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def _iterate_sized(self) -> Iterator[Any]:
         source = self._look_ahead()
@@ -273,7 +287,7 @@ class LockstepLoader:
             batch, inner = source.take()
             if position == self._first_position and self._someone_may_have_none:
                 self._find_spare(batch)
-            if batch is END and self._ends():
+            if batch is END and (self._spare is END or (self._ends_early and not self.policy.replays)):
                 return
             own += batch is not END
             yield self._hand_out(batch, Delivery(batch is END, position + 1, own, inner, window))
@@ -294,16 +308,12 @@ class LockstepLoader:
             if batch is not END:
                 batch, inner = source.take()
             question = self._ask(batch is not END)
-            if due is not END or not self._ends():
-                yield self._hand_out(due, delivery)
+            yield self._hand_out(due, delivery)
         self._ended = True
 
     def _look_ahead(self) -> LookAhead:
         snapshot = getattr(self.loader, "state_dict", lambda: None)
         return LookAhead(self._own_batches(), snapshot)
-
-    def _ends(self) -> bool:
-        return self._ends_early and not self.policy.replays
 
     def _hand_out(self, batch: Any, delivery: Delivery) -> Any:
         self._handed_out.append(delivery)

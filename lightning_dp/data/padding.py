@@ -20,10 +20,10 @@ class PaddingPolicy:
     ``self.log(on_step=True, sync_dist=True)``, SyncBatchNorm) must be run by every rank, or the others wait for ever.
 
     Args:
-        mode: ``"skip"``, ``"replay"``, or ``"auto"``: replay where a step of this loop was seen to communicate, or
-            where this rank has run none yet in this epoch, so that nothing is known and none of its ``self.log`` keys
-            exist. ``"error"`` allows no padding at all.
-        must_replay: Replay in ``"auto"`` mode without having seen anything: SyncBatchNorm, manual optimization.
+        mode: ``"replay"`` always; ``"skip"`` where this rank has run a step in this epoch, without which its
+            ``self.log`` keys do not exist; ``"auto"`` as ``"skip"``, but replay where a step of this loop was seen to
+            communicate over the default group. ``"error"`` allows no padding at all.
+        must_replay: A step communicates for certain: SyncBatchNorm, manual optimization.
     """
 
     def __init__(self, mode: str, must_replay: bool = False) -> None:
@@ -44,13 +44,17 @@ class PaddingPolicy:
     @property
     def replays(self) -> bool:
         """Whether the step of a padding batch is run."""
-        if self._mode == "auto":
-            return self._must_replay or self._communicates or not self._ran_this_epoch
-        return self._mode == "replay"
+        if self._mode == "replay" or self._must_replay or not self._ran_this_epoch:
+            return True
+        return self._mode == "auto" and self._communicates
 
 
 @contextmanager
-def without_trace(module: nn.Module, logged: Callable[[], Iterable[Metric]]) -> Generator[None, None, None]:
+def without_trace(
+    module: nn.Module,
+    logged: Callable[[], Iterable[Metric]],
+    keeps: Callable[[Metric], bool] = lambda metric: False,
+) -> Generator[None, None, None]:
     """Runs a block and puts back what it changed: buffers (BatchNorm's statistics), metrics, logged values.
 
     A metric that the block creates stays, in its default state, so that all ranks end an epoch with the same ones.
@@ -58,6 +62,7 @@ def without_trace(module: nn.Module, logged: Callable[[], Iterable[Metric]]) -> 
     Args:
         module: Its buffers and the torchmetrics metrics in it are put back.
         logged: Gives the metrics kept elsewhere; called before and after.
+        keeps: Which of those that the block creates keep what it put into them.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     metrics = {id(metric): _metric_state(metric) for metric in _metrics(module, logged())}
@@ -71,7 +76,7 @@ def without_trace(module: nn.Module, logged: Callable[[], Iterable[Metric]]) -> 
         for metric in _metrics(module, logged()):
             if id(metric) in metrics:
                 vars(metric).update(metrics[id(metric)])
-            else:
+            elif not keeps(metric):
                 Metric.reset(metric)
             # Or a rank would answer from an earlier epoch's cache while the others communicate.
             metric._computed = None

@@ -38,6 +38,12 @@ class UnpaddedSampler(DistributedSampler[Any]):
         self.start = 0
         self.total_size = size - size % (num_replicas * drop_last) if drop_last else size
 
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the order depends on; a sampler of the user's is told, too."""
+        super().set_epoch(epoch)
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
     def __len__(self) -> int:
         """Samples of this rank that are left in the epoch."""
         return len(range(self.start + self.rank, self.total_size, self.num_replicas))

@@ -90,6 +90,11 @@ class Verdict:
         """Whether the optimizer steps."""
         return self.reason is None
 
+    def describe(self) -> str:
+        """Why the step is skipped, in one line."""
+        assert self.reason is not None
+        return f"{self.reason.value}{': ' + self.detail if self.detail else ''}"
+
 
 def encode(ballot: Ballot, flag: Tensor, rank: int, world_size: int) -> Tensor:
     """Packs a ballot for a SUM all-reduce.

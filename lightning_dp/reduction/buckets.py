@@ -119,28 +119,41 @@ class Bucket:
         self.layout = layout
         self.flat = torch.view_as_real(storage).view(-1) if storage.is_complex() else storage
         self.parameters = [parameters[index] for index in layout.indices]
-        self.views = [_view_like(storage, offset, p) for offset, p in zip(layout.offsets, self.parameters, strict=True)]
+        self._storage = storage
+        self.views = [self._view(slot) for slot in range(len(self.parameters))]
+        self._pointers = [view.data_ptr() for view in self.views]
 
     def take(self, slot: int) -> None:
         """Moves one gradient into the buffer, if it is not there yet, and makes it a view of the buffer."""
-        parameter, view = self.parameters[slot], self.views[slot]
+        parameter = self.parameters[slot]
         grad = parameter.grad
-        if grad is None or grad is view:
-            return
-        view.copy_(_dense(grad).detach())
-        parameter.grad = view
+        if grad is not None and not self._holds(slot, grad):
+            self.views[slot].copy_(_dense(grad).detach())
+            parameter.grad = self.views[slot]
 
     def take_all(self) -> None:
         """Moves every gradient that is not in the buffer yet into it, with one fused copy."""
         views, grads = [], []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
-            if grad is not None and grad is not view:
-                views.append(view)
+            if grad is not None and not self._holds(slot, grad):
+                views.append(self.views[slot])
                 grads.append(_dense(grad).detach())
-                parameter.grad = view
+                parameter.grad = self.views[slot]
         if views:
             torch._foreach_copy_(views, grads)
+
+    def _holds(self, slot: int, grad: Tensor) -> bool:
+        """Whether ``grad`` lies in the buffer already."""
+        view = self.views[slot]
+        if view.data_ptr() != self._pointers[slot]:
+            # `p.grad.data = ...` (or `module.float()`) has given our view other memory: it is theirs now.
+            self.views[slot] = self._view(slot)
+            return False
+        return grad is view
+
+    def _view(self, slot: int) -> Tensor:
+        return _view_like(self._storage, self.layout.offsets[slot], self.parameters[slot])
 
     def fill(self) -> list[bool]:
         """Completes the buffer for sending: moves in what is missing and zeroes what has no gradient.

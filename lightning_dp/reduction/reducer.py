@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dp.errors import CountError, LightningDPError
+from lightning_dp.errors import CountError, LightningDPError, UnreducedGradientError
 from lightning_dp.insight.timeline import StepTimes, Timeline
 from lightning_dp.reduction import ballot as ballots
 from lightning_dp.reduction.arrivals import Arrivals
@@ -24,6 +24,7 @@ from lightning_dp.reduction.replication import verify_same_structure
 from lightning_dp.reduction.wire import Wire
 
 MIB = 1024 * 1024
+MAX_COUNT = 2**40  # of a micro-batch: sums over a window and 32,767 ranks stay within the ballot's integers
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Reduction:
     Attributes:
         verdict: Whether the optimizer steps.
         tally: Counts and flags of all ranks.
+        carried: Whether gradients of an earlier reduction were still there and have been added.
         factor: What the summed gradients were multiplied by at the end; 1 with equal counts.
         messages: All-reduces issued, the ballot included.
         nbytes: Bytes handed to them.
@@ -59,6 +61,7 @@ class Reduction:
 
     verdict: Verdict
     tally: Tally
+    carried: bool
     factor: float
     messages: int
     nbytes: int
@@ -111,7 +114,8 @@ class GradientReducer:
         self.last: Reduction | None = None
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
         self._all = list(reversed(unique.values()))
-        self._handles: list[Any] = []
+        self._handles: dict[Parameter, Any] = {}
+        self._named: list[tuple[str, Parameter]] = []
         self.reference: tuple[int, int] | None = None
         self._known_order: list[str] | None = None
         self._known_fires: dict[str, int] | None = None
@@ -119,9 +123,9 @@ class GradientReducer:
         self._sync = True
         self._pass_open = False
         self._discard = False
-        self._stray = False
+        self._stray: set[Parameter] = set()
         self._averaged = False
-        self._carry: dict[int, Tensor] = {}
+        self._carry: dict[Tensor, Tensor] = {}
         self._count = 0
         self._labels: list[str] = []
         self._set_up()
@@ -160,8 +164,9 @@ class GradientReducer:
                 like a constant, counts 0 by itself.
             label: What to call the micro-batch in messages, like ``"batch 17"``.
             divided_by: What the loss has been divided by already for accumulation; undone in the final average.
-                ``None`` takes losses as they are and adds the averages of the window's micro-batches up, as repeated
-                ``backward`` calls on one device do.
+                ``None`` takes losses as they are and adds micro-batches up, as repeated ``backward`` calls on one
+                device do: the average times the number of micro-batches per rank. That is what one device has if the
+                ranks' counts are in the same proportion in each micro-batch of the window.
 
         Yields:
             The factor for the loss.
@@ -169,6 +174,7 @@ class GradientReducer:
         Raises:
             CountError: If ``count`` is negative or not an integer.
             LateGradientError: If a gradient changes after its bucket was sent.
+            UnreducedGradientError: If there are gradients that were made outside.
             CommunicationError: If another rank does not take part.
         """
         # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
@@ -181,10 +187,14 @@ class GradientReducer:
         with self.backward_pass(count, label, divided_by) as weight:
             torch.autograd.backward(loss * weight)
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether the parameter is one of those this reducer was given."""
+        return any(parameter is p for _, p in self._all)
+
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients were accumulated outside of :meth:`backward_pass` since the last reduction."""
-        return self._stray
+        """Whether there are gradients that were accumulated outside of :meth:`backward_pass`."""
+        return any(parameter.grad is not None for parameter in self._stray)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat this one to the last bit: plain numbers and strings."""
@@ -204,7 +214,7 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Removes the hooks. Gradients stay where they are; the reducer is not used after this."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
@@ -212,11 +222,10 @@ class GradientReducer:
 
     def _set_up(self) -> None:
         """Plans, allocates and hooks for the parameters that are trainable now."""
-        self.detach()
         # A parameter stays in the plan when it is frozen for a while, as a GAN's are on every step.
-        earlier = {id(p) for _, p in getattr(self, "_named", [])}
-        self._named = [(n, p) for n, p in self._all if p.requires_grad or id(p) in earlier]
-        self._unhooked = [p for _, p in self._all if not p.requires_grad]
+        earlier = {p for _, p in self._named}
+        self._named = [(n, p) for n, p in self._all if p.requires_grad or p in earlier]
+        self._index = {p: index for index, (_, p) in enumerate(self._named)}
         verify_same_structure(self._named, self.wire)
         self._parameters = [p for _, p in self._named]
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
@@ -226,11 +235,11 @@ class GradientReducer:
         self._expected: list[int] | None = None
         self._recall()
         self._allocate()
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                hook = self._make_hook(index)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                handle = parameter.register_post_accumulate_grad_hook(self._on_accumulated)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = handle
+        self._unhooked = [p for _, p in self._all if p not in self._handles]
 
     def _recall(self) -> None:
         """Starts from a checkpoint's order, if it is of these parameters, else from reverse registration."""
@@ -253,16 +262,17 @@ class GradientReducer:
         self._launcher = Launcher(self.plan, self._named, self.wire, check, self._timeline)
 
     def _learn(self) -> None:
-        """Adopts the order of rank 0's first backward on every rank, and this rank's own counts.
+        """Adopts, on every rank, the order of the first rank that ran a backward, and the highest counts of all.
 
         A parameter that has not fired yet is expected once: should it never fire, its bucket, which stands last in
         the new order, is launched at the end of backward.
         """
         assert self._arrivals is not None
-        order = torch.tensor(self._arrivals.order(self._order), dtype=torch.int64, device=self._device)
-        self.wire.broadcast(order)
-        self._next_order = order.tolist()
-        self._expected = [max(fires, 1) for fires in self._arrivals.fires]
+        mine = (self._arrivals.order(self._order), self._arrivals.fires)
+        everyone = [(order, fires) for order, fires in self.wire.gather(mine) if any(fires)]
+        if everyone:  # else there was no data at all; the next backward is watched instead
+            self._next_order = everyone[0][0]
+            self._expected = [max(1, *fires) for fires in zip(*(fires for _, fires in everyone), strict=True)]
         self._arrivals = None
 
     # ------------------------------------------------------------------------------------------- one backward
@@ -270,15 +280,21 @@ class GradientReducer:
     def _begin(self, count: int, label: str) -> float:
         if self._pass_open:
             raise LightningDPError("a backward pass is still open: an earlier one ended in an error, or is nested")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
             raise CountError(
                 f"rank {self.wire.rank}{', ' + label if label else ''}: the count of a micro-batch must be an integer"
-                f" of at least 0, got {count!r}"
+                f" of at least 0 (and at most {MAX_COUNT:,}), got {count!r}"
             )
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
         self._start_window()
-        self._pass_open, self._stray, self._reached = True, False, False
+        if self.has_unreduced:
+            raise UnreducedGradientError(
+                f"rank {self.wire.rank}{', ' + label if label else ''}: there are gradients that were made by"
+                " loss.backward() outside of the reducer, so each rank has its own; make them inside or zero them"
+            )
+        self._stray.clear()
+        self._pass_open, self._reached = True, False
         self._discard = count == 0
         self._pass_count = count
         self._labels.append(label)
@@ -301,22 +317,17 @@ class GradientReducer:
         self._count, self._labels = 0, []
         self._check.reset()
         # An averaged gradient is equal on all ranks; summed once more it would be multiplied by their number.
-        self._carry = {index: p.grad.clone() for index, p in enumerate(self._parameters) if p.grad is not None}
-        for index in self._carry:
-            self._parameters[index].grad = None
+        self._carry = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
+        for parameter in self._carry:
+            parameter.grad = None
         if self._next_order != self._order:
             self._allocate()
 
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        def on_accumulated(parameter: Tensor) -> None:
-            self._on_accumulated(index, parameter)
-
-        return on_accumulated
-
-    def _on_accumulated(self, index: int, parameter: Tensor) -> None:
+    def _on_accumulated(self, parameter: Parameter) -> None:
         if not self._pass_open:
-            self._stray = True
+            self._stray.add(parameter)
             return
+        index = self._index[parameter]
         self._reached = True
         if self._arrivals is not None:
             self._arrivals.record(index)
@@ -357,11 +368,18 @@ class GradientReducer:
         tally = ballots.decode(message, self.wire.world_size, len(self._parameters))
         factor = self._final_factor(tally, divided_by)
         overflow = self._scale(factor)
+        carried = bool(self._carry)
         verdict = self._explain(ballots.decide(tally, overflow))
         self._publish(tally)
         self._learn_from(tally)
         self.last = Reduction(
-            verdict, tally, factor, self.wire.messages, self.wire.nbytes, self._timeline.read(len(self.plan.buckets))
+            verdict,
+            tally,
+            carried,
+            factor,
+            self.wire.messages,
+            self.wire.nbytes,
+            self._timeline.read(len(self.plan.buckets)),
         )
         self.wire.reset_counters()
         self._averaged = True
@@ -402,14 +420,14 @@ class GradientReducer:
         """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
         for bucket in self._launcher.buckets:
             for index, parameter, view in zip(bucket.layout.indices, bucket.parameters, bucket.views, strict=True):
-                carried = self._carry.pop(index, None)
-                if carried is not None:
-                    view.add_(carried)
+                if parameter in self._carry:
+                    view.add_(self._carry[parameter])
                 elif tally.users[index] == 0:
                     parameter.grad = None
                     continue
                 if parameter.grad is not view:
                     parameter.grad = view
+        self._carry = {}
 
     def _learn_from(self, tally: Tally) -> None:
         if tally.count:
