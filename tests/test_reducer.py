@@ -23,6 +23,7 @@ from lightning_dp.errors import (
     LateGradientError,
     LightningDPError,
     StructureMismatchError,
+    UnreducedGradientError,
 )
 from lightning_dp.reduction import GradientReducer, ReducerConfig
 from lightning_dp.reduction.ballot import Reason
@@ -853,3 +854,147 @@ def test_times_are_ordered(pool: RankPool) -> None:
                 assert earlier.launch <= later.launch
             if step:
                 assert step_times.buckets[0].launch < step_times.backward_end
+
+
+# ------------------------------------------------------------------------------------------- what users do to gradients
+
+
+def replaces_gradient_memory(rank: int, how: str) -> list[Tensor]:
+    model = mlp()
+    reducer = GradientReducer(model.named_parameters(), config=SMALL_BUCKETS)
+    opt = optimizer_of("sgd", model)
+    for step in range(4):
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        reducer.backward(mean_loss(model, rows(step, rank, 0, 2 + rank)), count=2 + rank)
+        if how == "data":
+            for p in model.parameters():
+                p.grad.data = p.grad.data * 0.5
+        elif how == "convert":
+            model.float().double()
+        elif how == "replace":
+            for p in model.parameters():
+                p.grad = p.grad * 0.5
+        opt.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", ["data", "convert", "replace"])
+def test_a_gradient_may_be_given_other_memory(pool: RankPool, how: str) -> None:
+    model = mlp()
+    opt = optimizer_of("sgd", model)
+    for step in range(4):
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        mean_loss(model, torch.cat([rows(step, r, 0, 2 + r) for r in range(2)])).backward()
+        if how == "convert":
+            model.float().double()
+        else:
+            for p in model.parameters():
+                p.grad = p.grad * 0.5
+        opt.step()
+    first, second = pool.run(2, replaces_gradient_memory, how)
+    # Rounding to float32 in between leaves float32's digits.
+    assert relative_error(first, weights(model)) < (1e-6 if how == "convert" else 1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def stray_then_pass(rank: int) -> list[str]:
+    model = mlp()
+    reducer = GradientReducer(model.named_parameters())
+    said = []
+    for zeroed in (False, True):
+        mean_loss(model, rows(0, rank, 0, 2)).backward()
+        if zeroed:
+            model.zero_grad()
+        try:
+            reducer.backward(mean_loss(model, rows(0, rank, 1, 2)), count=2, label="batch 3")
+            said.append("")
+        except UnreducedGradientError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_made_outside_are_refused_unless_they_were_zeroed(pool: RankPool) -> None:
+    for rank, (kept, zeroed) in enumerate(pool.run(2, stray_then_pass)):
+        assert kept.startswith(f"rank {rank}, batch 3: there are gradients that were made by loss.backward() outside")
+        assert zeroed == ""
+
+
+def thaw_with_carry(rank: int) -> list[Tensor]:
+    model = mlp()
+    model[2].requires_grad_(False)
+    reducer = GradientReducer(model.named_parameters(), config=SMALL_BUCKETS)
+    for j in range(3):  # nothing is zeroed: one device adds three gradients up
+        if j == 2:
+            model[2].requires_grad_(True)
+        with reducer.no_sync() if j == 1 else nullcontext():
+            reducer.backward(mean_loss(model, rows(0, rank, j, 3)), count=3, divided_by=None)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_thawing_while_gradients_are_carried_mixes_nothing_up(pool: RankPool) -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    for j in range(3):
+        if j == 2:
+            model[2].requires_grad_(True)
+        mean_loss(model, torch.cat([rows(0, r, j, 3) for r in range(2)])).backward()
+    for grads in pool.run(2, thaw_with_carry):
+        assert relative_error(grads, [p.grad for p in model.parameters()]) < 1e-12
+
+
+def first_backward_without_data(rank: int) -> list[Tensor]:
+    """Rank 1 has no backward to learn from in the first step; the shared block fires twice in all later ones."""
+    model = SharedBlock(reentrant=True)
+    config = ReducerConfig(bucket_cap_mb=1e-6, first_bucket_cap_mb=1e-6)
+    reducer = GradientReducer(model.named_parameters(), config=config)
+    for step in range(3):
+        model.zero_grad()
+        if rank == 1 and step == 0:
+            with reducer.backward_pass(count=0):
+                pass
+        else:
+            reducer.backward(model(rows(step, rank, 0, 3)).square().mean(), count=3)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_rank_that_had_no_first_backward_learns_from_the_others(pool: RankPool) -> None:
+    model = SharedBlock(reentrant=False)
+    model(torch.cat([rows(2, r, 0, 3) for r in range(2)])).square().mean().backward()
+    for grads in pool.run(2, first_backward_without_data):
+        assert relative_error(grads, [p.grad for p in model.parameters()]) < 1e-12
+
+
+def toggling(rank: int) -> tuple[int, bool]:
+    """Two nets of which one is frozen in turn, as a GAN's are; a third part is thawed once."""
+    model = Branches()
+    model.stem.requires_grad_(False)
+    plans = {"n": 0}
+    real = GradientReducer._set_up
+
+    def counting(self: GradientReducer) -> None:
+        plans["n"] += 1
+        real(self)
+
+    with mock.patch.object(GradientReducer, "_set_up", counting):
+        reducer = GradientReducer([(n, p) for n, p in model.named_parameters() if "unused" not in n])
+        for step in range(10):
+            if step == 4:
+                model.stem.requires_grad_(True)
+            on, off = ("left", "right") if step % 2 else ("right", "left")
+            getattr(model, on).requires_grad_(True)
+            getattr(model, off).requires_grad_(False)
+            model.zero_grad()
+            reducer.backward(model(rows(step, rank, 0, 2), on).square().mean(), count=2)
+    return plans["n"], model.stem.weight.grad is not None
+
+
+def test_toggling_does_not_plan_anew(pool: RankPool) -> None:
+    for plans, thawed in pool.run(2, toggling):
+        assert plans == 2  # at the start, and at the thaw
+        assert thawed
+
+
+def test_a_count_beyond_what_the_ballot_carries_is_refused() -> None:
+    reducer = GradientReducer(mlp().named_parameters())
+    with pytest.raises(CountError, match="at most 1,099,511,627,776"):
+        reducer.backward(torch.zeros(()), count=2**41)

@@ -884,3 +884,173 @@ def test_a_failing_rank_is_reported_by_the_pool(pool: RankPool) -> None:
 
 def fails_on_rank_one(rank: int) -> float:
     return 1 / (1 - rank)
+
+
+# ------------------------------------------------------------------------------------------- optimizers of other kinds
+
+
+class AsksTwice(torch.optim.SGD):
+    """Evaluates its closure again at a point nearby and steps from there, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        if loss is None:  # under Lightning's manual optimization
+            return super().step()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(p.grad, alpha=0.1)
+        closure()
+        with torch.no_grad():
+            for p, before in zip(parameters, saved, strict=True):
+                p.copy_(before)
+        return super().step()
+
+
+class WithOptimizer(Module):
+    def __init__(self, make: str) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_named(self.make, self.parameters())
+
+
+def optimizer_named(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "sam":
+        return AsksTwice(parameters, lr=0.02)
+    if name == "sparse":
+        return torch.optim.SparseAdam(list(parameters))
+    return torch.optim.LBFGS(parameters, lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def fit_with_optimizer(rank: int, name: str) -> tuple:
+    module = WithOptimizer(name)
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=2)
+    trainer.fit(module, loader(first_ranks(RAGGED, 2), rank))
+    return flat(module.net), module.digests, trainer.strategy.report().steps
+
+
+@pytest.mark.parametrize("name", ["sam", "lbfgs"])
+def test_an_optimizer_that_evaluates_its_closure_again_equals_one_device(pool: RankPool, name: str) -> None:
+    from lightning_runs import net
+
+    counts = first_ranks(RAGGED, 2)
+    model = net()
+    opt = optimizer_named(name, model.parameters())
+    for _ in range(2):
+        for i, by_rank in enumerate(counts):
+            parts = [samples(i, r, n) for r, n in enumerate(by_rank)]
+            batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+            def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+                opt.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+    results = pool.run(2, fit_with_optimizer, name)
+    for weights, digests, steps in results:
+        # A line search amplifies rounding; its decisions must be one device's all the same.
+        assert relative_error(weights, flat(model)) < (1e-12 if name == "sam" else 1e-8)
+        assert digests == results[0][1]
+        assert steps == 2 * len(counts)
+
+
+def refuse(rank: int, what: str) -> str:
+    class TakesIterator(Module):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            raise AssertionError
+
+    class AddsLate(Module):
+        def on_train_start(self) -> None:
+            self.late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+            self.optimizers().optimizer.add_param_group({"params": [self.late]})
+
+    module = {"sparse": lambda: WithOptimizer("sparse"), "iterator": TakesIterator, "late": AddsLate}[what]()
+    try:
+        trainer_of("bucketed_ddp", 2, max_epochs=1).fit(module, loader(first_ranks(RAGGED, 2), rank))
+    except (ConfigurationError, UnreducedGradientError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("sparse", "SparseAdam needs sparse gradients"),
+        ("iterator", "training_step(dataloader_iter) fetches its batches itself"),
+        ("late", "1 parameters of the optimizer's group 1 are none of the module's parameters as fit found them"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_every_rank(pool: RankPool, what: str, message: str) -> None:
+    for said in pool.run(2, refuse, what):
+        assert message in said
+
+
+class TwoOptimizers(Module):
+    """Two nets and losses, one step each; the second loss is NaN on rank 1 at batch 2, or counts nothing there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.other = copy.deepcopy(self.net)
+        self.automatic_optimization = False
+        self.how = how
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss_of(self.net, batch))
+        loss = loss_of(self.other, batch)
+        if batch_idx == 2 and self.how == "nan" and self.global_rank == 1:
+            loss = loss * float("nan")
+        if batch_idx == 2 and self.how == "empty":
+            self.trainer.strategy.set_count(0)
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [optimizer_of("sgd", self.net.parameters()), optimizer_of("sgd", self.other.parameters())]
+
+
+def fit_two_optimizers(rank: int, how: str) -> tuple:
+    module = TwoOptimizers(how)
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=1)
+    trainer.fit(module, loader(first_ranks(RAGGED, 2), rank))
+    return flat(module.net), flat(module.other), trainer.strategy.skipped_steps
+
+
+def test_a_bad_gradient_holds_back_every_optimizer_until_it_is_zeroed(pool: RankPool) -> None:
+    right = single_device(first_ranks(RAGGED, 2), "samples", "sgd", 1, 1, skip={2})
+    for first, second, skipped in pool.run(2, fit_two_optimizers, "nan"):
+        assert skipped == 2
+        assert relative_error(first, right) < 1e-12
+        assert relative_error(second, right) < 1e-12
+
+
+def test_a_backward_without_data_does_not_discard_the_one_before(pool: RankPool) -> None:
+    right = single_device(first_ranks(RAGGED, 2), "samples", "sgd", 1, 1)
+    for first, _, skipped in pool.run(2, fit_two_optimizers, "empty"):
+        assert skipped == 0
+        assert relative_error(first, right) < 1e-12
+
+
+def save_after_fit(rank: int, folder: str) -> tuple:
+    counts = first_ranks(RAGGED, 3)
+    whole = Poisoned(1, (1,))
+    trainer_of(BucketedDDPStrategy(**SMALL_BUCKETS), 3, max_epochs=4).fit(whole, loader(counts, rank))
+    trainer = trainer_of(BucketedDDPStrategy(**SMALL_BUCKETS), 3, max_epochs=2)
+    trainer.fit(Poisoned(1, (1,)), loader(counts, rank))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    resumed = Poisoned(1, (1,))
+    second = trainer_of(BucketedDDPStrategy(**SMALL_BUCKETS), 3, max_epochs=4)
+    second.fit(resumed, loader(counts, rank), ckpt_path=f"{folder}/after.ckpt")
+    return torch.equal(flat(whole.net), flat(resumed.net)), second.strategy.skipped_steps
+
+
+def test_a_checkpoint_saved_after_fit_is_as_good_as_one_from_within(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(3, save_after_fit, str(tmp_path)) == [(True, 4)] * 3
