@@ -215,16 +215,17 @@ class TrainerLoaders:
                 state.
         """
         loop = self._trainer.fit_loop
-        epoch: Any = loop.epoch_progress.current
-        # Lightning's epoch may end before the data does: limit_train_batches, max_steps.
-        ended = epoch.processed >= epoch.started or loop.epoch_loop._num_ready_batches_reached()
+        # Lightning's epoch may end before the data does: limit_train_batches. (max_steps does not end it: a resumed
+        # run goes on within the epoch.)
+        ended = loop.epoch_loop._num_ready_batches_reached()
         if not ended and loop._should_accumulate():
             rank_zero_warn(
                 "this checkpoint is written within an accumulation window, whose gradients so far are not saved: a"
                 " run resumed from it trains on without them"
             )
-        loaders = self._training()
-        states = [replace(loader.state(), finished=loader.state().finished or ended) for loader in loaders]
+        batches: Any = loop.epoch_loop.batch_progress.current
+        states = [loader.state(batch_in_hand=batches.processed < batches.ready) for loader in self._training()]
+        states = [replace(state, finished=state.finished or ended) for state in states]
         if not alone:
             return [self._wire.gather(state.as_dict()) for state in states]
         if any(state.samples is None for state in states):

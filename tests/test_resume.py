@@ -91,7 +91,9 @@ def make_loader(kind: str, rank: int, lengths: tuple[int, ...]) -> Any:
     if kind == "dealt out":
         return DataLoader(Rows(23), batch_size=2, shuffle=True)
     if kind == "dealt out by workers":
-        return DataLoader(Rows(23), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="fork")
+        # Not forked: a rank has threads of its own, and a fork of a process with threads can hang.
+        workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"}
+        return DataLoader(Rows(23), batch_size=2, shuffle=True, **workers)
     if kind == "shuffled by itself":  # by the global generator, which stands elsewhere in the resumed process
         return DataLoader(Batches(counts_of(lengths), rank, "samples").batches[: lengths[rank]], None, shuffle=True)
     if kind == "shuffled by its own generator":
@@ -155,11 +157,11 @@ class KeepModule(Callback):
 
 
 KINDS = ["dealt out", "map", "iterable", "shuffled by itself", "shuffled by its own generator"]
-KINDS += ["stateful", "stateful, sized", "dealt out by workers"]
+KINDS += ["stateful", "stateful, sized"]
+CASES = [(kind, k, step) for kind in KINDS for k, step in ((1, 1), (1, 5), (2, 3))]
 
 
-@pytest.mark.parametrize(("k", "step"), [(1, 1), (1, 5), (2, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "k", "step"), [*CASES, ("dealt out by workers", 1, 5)])
 def test_a_resumed_epoch_is_the_uninterrupted_one(pool: RankPool, kind: str, k: int, step: int, tmp_path: Path) -> None:
     results = pool.run(3, stop_and_resume, 3, kind, k, step, str(tmp_path), Watching)
     for result in results:
@@ -231,3 +233,120 @@ def test_loaders_of_the_users_own_refuse_another_world_size_within_an_epoch(pool
     pool.run(3, save_within_epoch, 3, "map", 2, path)
     with pytest.raises(RankFailureError, match="was written within an epoch by 3 ranks and there are 2 now"):
         pool.run(2, go_on, 2, "map", path, Watching)
+
+
+# ------------------------------------------------------------------------------------------- where an epoch ends
+
+
+class SaveAtEpochEnd(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resume_after_shortened_epoch(rank: int, kind: str, options: dict, path: str) -> tuple:
+    def once(epochs: int, callbacks: list[Callback], resume_from: str | None, **more: Any) -> tuple[Watching, Trainer]:
+        module = Watching()
+        settings = {"max_epochs": epochs, **options, **more, "use_distributed_sampler": True}
+        trainer = trainer_of(BucketedDDPStrategy(), 2, callbacks=callbacks, **settings)
+        trainer.fit(module, make_loader(kind, rank, (7, 3)), ckpt_path=resume_from)
+        return module, trainer
+
+    whole, _ = once(2, [], None)
+    once(1, [SaveAtEpochEnd(path)], None)
+    resumed, trainer = once(2, [], path)
+    return whole.seen.get(1), resumed.seen.get(1), torch.equal(flat(whole.net), flat(resumed.net)), trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["dealt out", "map", "iterable"])
+def test_an_epoch_that_a_limit_ended_is_followed_by_a_whole_one(pool: RankPool, kind: str, tmp_path: Path) -> None:
+    options = {"limit_train_batches": 2}
+    for whole, resumed, same, steps in pool.run(
+        2, resume_after_shortened_epoch, kind, options, str(tmp_path / "at.ckpt")
+    ):
+        assert resumed == whole
+        assert same
+        assert steps == 4
+
+
+def resume_after_max_steps(rank: int, path: str) -> tuple:
+    first = Watching()
+    trainer = trainer_of(
+        BucketedDDPStrategy(),
+        2,
+        max_steps=4,
+        max_epochs=-1,
+        use_distributed_sampler=True,
+        callbacks=[SaveAtEpochEnd(path)],
+    )
+    trainer.fit(first, make_loader("dealt out", rank, (7, 3)))
+    second = Watching()
+    trainer = trainer_of(BucketedDDPStrategy(), 2, max_steps=10, max_epochs=-1, use_distributed_sampler=True)
+    trainer.fit(second, make_loader("dealt out", rank, (7, 3)), ckpt_path=path)
+    return first.seen, second.seen
+
+
+def test_an_epoch_that_max_steps_cut_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
+    """4 of 6 steps, then to step 10: the 2 that are left, as Lightning counts, and 4 of the next epoch."""
+    results = pool.run(2, resume_after_max_steps, str(tmp_path / "at.ckpt"))
+    assert sorted(i for first, second in results for i in first[0] + second[0]) == list(range(23))
+    next_epoch = [i for _, seen in results for i in seen[1]]
+    assert len(next_epoch) == len(set(next_epoch)) == 4 * 2 * 2
+
+
+class Fails(Watching):
+    """Ends with an error on both ranks at step 3, as a crash does."""
+
+    at = 3
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_step == self.at:
+            raise ArithmeticError("enough")
+        return super().training_step(batch, batch_idx)
+
+
+def resume_after_error(rank: int, folder: str, seeds: tuple[int, int]) -> tuple:
+    import os
+
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    def once(cls: type, callbacks: list[Callback], resume_from: str | None) -> Watching:
+        module = KeepModule.module = cls()
+        trainer = trainer_of(
+            BucketedDDPStrategy(),
+            2,
+            max_epochs=2,
+            use_distributed_sampler=True,
+            callbacks=callbacks,
+            enable_checkpointing=bool(callbacks),
+        )
+        trainer.fit(module, make_loader("dealt out", rank, (7, 3)), ckpt_path=resume_from)
+        return module
+
+    whole = once(Watching, [], None)
+    os.environ["PL_GLOBAL_SEED"] = str(seeds[0])
+    try:
+        with contextlib.suppress(ArithmeticError):
+            once(Fails, [OnExceptionCheckpoint(folder, "last")], None)
+        first = KeepModule.module
+        # Another seed of the process, and on each rank another one: what the checkpoint says holds.
+        os.environ["PL_GLOBAL_SEED"] = str(seeds[1] + rank)
+        resumed = once(Watching, [], f"{folder}/last.ckpt")
+    finally:
+        del os.environ["PL_GLOBAL_SEED"]
+    return first.seen, resumed.seen, whole.seen, torch.equal(flat(whole.net), flat(resumed.net))
+
+
+def test_a_checkpoint_written_after_an_error_knows_its_place(pool: RankPool, tmp_path: Path) -> None:
+    for first, resumed, whole, same in pool.run(2, resume_after_error, str(tmp_path), (0, 0)):
+        assert first[0] + resumed[0] == whole[0]
+        assert same
+
+
+def test_a_resumed_epoch_keeps_its_seed_whatever_the_processes_have(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, resume_after_error, str(tmp_path), (0, 41))
+    seen = sorted(i for first, resumed, _, _ in results for i in first[0] + resumed[0])
+    assert seen == list(range(23))

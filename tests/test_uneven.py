@@ -774,3 +774,135 @@ def test_a_mean_of_means_misses_them(pool: RankPool, k: int) -> None:
     """Negative control."""
     weights = pool.run(2, fit_parts, "map", k, MeanOfMeans, None)[0]
     assert relative_error(weights, one_device_parts(k, None)) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------- odd loaders and loops
+
+
+class Validates(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated = 0
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.validated += not self.trainer.strategy.is_padding_batch
+        self.log("val", float(len(batch["x"])), batch_size=1)
+
+
+def validate_unsized(rank: int, lengths: tuple, limit: int) -> int:
+    module = Validates()
+    trainer = trainer_of("bucketed_ddp", 2, limit_val_batches=limit)
+    trainer.validate(module, loader_of("iterable", counts_of(lengths), rank), verbose=False)
+    return module.validated
+
+
+@pytest.mark.parametrize("lengths", [(5, 1), (4, 0), (1, 5)], ids=str)
+def test_unsized_validation_with_a_limit_does_not_hang(pool: RankPool, lengths: tuple) -> None:
+    done = pool.run(2, validate_unsized, lengths, 2, timeout=TIME_LIMIT)
+    assert done == [min(2, length) for length in lengths]
+
+
+def stop_early(rank: int) -> int:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    module = Validates()
+    callback = EarlyStopping("val", patience=10)
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=3, callbacks=[callback])
+    validation = loader_of("map", counts_of((1, 0)), rank)
+    trainer.fit(module, loader_of("map", counts_of((2, 2)), rank), validation)
+    return trainer.current_epoch
+
+
+def test_a_rank_without_validation_data_does_not_stop_the_run(pool: RankPool) -> None:
+    assert pool.run(2, stop_early, timeout=TIME_LIMIT) == [3, 3]
+
+
+class Liar(BatchSampler):
+    """Says that it has more, or fewer, batches than it has."""
+
+    def __init__(self, batches: list[list[int]], says: int) -> None:
+        self.batches, self.says = batches, says
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return self.says
+
+
+def fit_liar(rank: int, nobody: bool) -> tuple:
+    batches = [] if rank == 1 or nobody else [[0, 1], [2]]
+    module = Watching()
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=2)
+    trainer.fit(module, DataLoader(Rows(3), batch_sampler=Liar(batches, says=2)))
+    return module.seen, module.digests
+
+
+def test_a_loader_that_promises_batches_and_has_none(pool: RankPool) -> None:
+    (seen0, digests0), (seen1, digests1) = pool.run(2, fit_liar, False, timeout=TIME_LIMIT)
+    assert (seen0, seen1) == ([[0, 1], [2]] * 2, [])
+    assert digests0 == digests1
+    assert [seen for seen, _ in pool.run(2, fit_liar, True, timeout=TIME_LIMIT)] == [[], []]
+
+
+def fit_in_order(rank: int, shuffle: bool) -> list[list[int]]:
+    module = Watching()
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=1, use_distributed_sampler=True)
+    trainer.fit(module, DataLoader(Rows(8), batch_size=2, shuffle=shuffle))
+    return module.seen
+
+
+def test_a_loader_that_does_not_shuffle_is_not_shuffled(pool: RankPool) -> None:
+    assert pool.run(2, fit_in_order, False) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert pool.run(2, fit_in_order, True) != [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_skip_with_manual_optimization_replays_all_the_same(pool: RankPool, k: int) -> None:
+    counts = counts_of((4, 2))
+    for weights, *_ in pool.run(2, fit, {"uneven": "skip"}, "map", counts, k, True, timeout=TIME_LIMIT):
+        assert relative_error(weights, single_device(counts, "samples", "sgd", k, EPOCHS)) < 1e-12
+
+
+class Shard(IterableDataset):
+    """Every n-th sample, as a sharded file reader delivers them."""
+
+    def __init__(self, size: int, rank: int, world_size: int) -> None:
+        self.rows, self.indices = Rows(size), range(rank, size, world_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.rows[i] for i in self.indices)
+
+
+def fit_nine(rank: int, kind: str, k: int, manual: bool) -> tuple:
+    module = Manual(k, 2) if manual else Module()
+    accumulate = {} if manual else {"accumulate_grad_batches": k}
+    trainer = trainer_of("bucketed_ddp", 4, max_epochs=2, use_distributed_sampler=True, **accumulate)
+    dataset = Rows(9) if kind == "map" else Shard(9, rank, 4)
+    trainer.fit(module, DataLoader(dataset, batch_size=2))
+    return flat(module.net), trainer.strategy.report().count
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_nine_samples_on_four_ranks_in_batches_of_two(pool: RankPool, k: int, kind: str, manual: bool) -> None:
+    model, rows = net(), Rows(9)
+    opt = optimizer_of("sgd", model.parameters())
+    for _ in range(2):
+        for window in [[range(8)], [range(8, 9)]] if k == 1 else [[range(8), range(8, 9)]]:
+            batch = torch.utils.data.default_collate([rows[i] for part in window for i in part])
+            opt.zero_grad()
+            loss_of(model, batch).backward()
+            opt.step()
+    for weights, count in pool.run(4, fit_nine, kind, k, manual, timeout=TIME_LIMIT):
+        assert count == 18
+        assert relative_error(weights, flat(model)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["4,3", "7,3,5"])
+def test_stock_ddp_errs_or_hangs_on_iterables_too(pool: RankPool, name: str) -> None:
+    """Negative control."""
+    lengths = LENGTHS[name][0]
+    with pytest.raises(RankFailureError, match=r"onnection|imed out|no answer"):
+        pool.run(len(lengths), fit, "ddp", "iterable", counts_of(lengths), 1, False, timeout=12, group_timeout=2)

@@ -55,6 +55,7 @@ class LoaderState:
         rng: State of torch's global generator when the epoch's iteration began, for loaders that shuffle by it.
         generators: The same of the generators that the loader and its samplers have of their own.
         seed: Seed of the order that an :class:`UnpaddedSampler` deals out.
+        epoch: Epoch of that order.
         inner: State of a stateful loader.
     """
 
@@ -66,6 +67,7 @@ class LoaderState:
     rng: Tensor
     generators: list[Tensor] = field(default_factory=list)
     seed: int | None = None
+    epoch: int | None = None
     inner: Any = None
 
     as_dict = asdict
@@ -109,6 +111,7 @@ class LockstepLoader:
         self._ends_early = ends_early
         self._strict = strict
         self._handed_out: deque[Delivery] = deque()
+        self._used = Delivery(False, 0, 0)
         self._resumed_from: LoaderState | None = None
         self._spare = END
         self.sized = min(wire.gather(_length(loader))) >= 0
@@ -147,6 +150,7 @@ class LockstepLoader:
         """
         if not self._handed_out:
             return None
+        self._before = self._used
         self._used = self._handed_out.popleft()
         return self._used.padding
 
@@ -157,19 +161,24 @@ class LockstepLoader:
 
     # ------------------------------------------------------------------------------------------- state
 
-    def state(self) -> LoaderState:
-        """Where this rank stands, as of the batches used."""
-        used = self._used
+    def state(self, batch_in_hand: bool = False) -> LoaderState:
+        """Where this rank stands, as of the batches used.
+
+        Args:
+            batch_in_hand: The batch last taken is still being worked on, and is to come again.
+        """
+        used = self._before if batch_in_hand else self._used
         finished = used.position >= self._length if self.sized else self._ended and not self._handed_out
         return LoaderState(
             position=used.position,
             own=used.own,
-            samples=self._samples_seen(),
+            samples=self._samples_seen(used),
             finished=finished,
             exhausted=used.padding,
             rng=self._rng,
             generators=self._generator_states,
             seed=None if self._dealt_out is None else self._dealt_out.seed,
+            epoch=self._epoch,
             inner=used.inner,
         )
 
@@ -196,11 +205,11 @@ class LockstepLoader:
         self._resumed_from = state
         self._begin_epoch()
 
-    def _samples_seen(self) -> int | None:
+    def _samples_seen(self, used: Delivery) -> int | None:
         sampler = self._dealt_out
         if sampler is None:
             return None
-        steps = self._used.position - self._first_position
+        steps = used.position - self._first_position
         batch_size: int = self.loader.batch_size  # type: ignore[attr-defined]
         return min(sampler.total_size, sampler.start + steps * batch_size * self._wire.world_size)
 
@@ -219,8 +228,10 @@ class LockstepLoader:
         self._handed_out.clear()
         self._ended = False
         self._rng, self._generator_states = state.rng, state.generators
+        self._epoch = state.epoch
         self._first_position = state.position
         self._used = Delivery(state.exhausted, state.position, state.own, state.inner)
+        self._before = self._used
         if self._dealt_out is not None:
             self._dealt_out.start = state.samples or 0
             self._dealt_out.seed = self._dealt_out.seed if state.seed is None else state.seed
@@ -244,6 +255,12 @@ class LockstepLoader:
     def _own_batches(self) -> Iterator[Any]:
         """The rank's own batches, behind those that were seen before."""
         inner, skip = self._used.inner, self._used.own
+        sampler = self._dealt_out
+        if sampler is not None:
+            # As late as this: when a run is resumed, Lightning may count the epoch that goes on as the next one.
+            if self._epoch is not None:
+                sampler.set_epoch(self._epoch)
+            self._epoch = sampler.epoch
         if not self._first_position:
             # As late as this: the loop may have drawn random numbers since the epoch was started.
             self._rng, self._generator_states = self._random_states()
@@ -253,7 +270,7 @@ class LockstepLoader:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
         if self._used.padding:
             return iter(())  # a stateful loader that has come to its end would start its next epoch
-        if inner is None and skip and self._dealt_out is None:
+        if inner is None and skip and sampler is None:
             return self._drawn_again(skip)
         return iter(self.loader)
 

@@ -62,7 +62,7 @@ def without_trace(
     Args:
         module: Its buffers and the torchmetrics metrics in it are put back.
         logged: Gives the metrics kept elsewhere; called before and after.
-        keeps: Which of those that the block creates keep what it put into them.
+        keeps: Which of those that held nothing before keep what the block puts into them.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     metrics = {id(metric): _metric_state(metric) for metric in _metrics(module, logged())}
@@ -74,9 +74,12 @@ def without_trace(
                 # Through `data`: backward is still to come and must not find its saved tensors changed.
                 buffer.data.copy_(buffers[name])
         for metric in _metrics(module, logged()):
-            if id(metric) in metrics:
-                vars(metric).update(metrics[id(metric)])
-            elif not keeps(metric):
+            before = metrics.get(id(metric))
+            if keeps(metric) and not (before and before["_update_count"]):
+                pass
+            elif before is not None:
+                vars(metric).update(before)
+            else:
                 Metric.reset(metric)
             # Or a rank would answer from an earlier epoch's cache while the others communicate.
             metric._computed = None
