@@ -161,9 +161,10 @@ KINDS += ["stateful", "stateful, sized"]
 CASES = [(kind, k, step) for kind in KINDS for k, step in ((1, 1), (1, 5), (2, 3))]
 
 
-@pytest.mark.parametrize(("kind", "k", "step"), [*CASES, ("dealt out by workers", 1, 5)])
+@pytest.mark.parametrize(("kind", "k", "step"), [*CASES, ("dealt out by workers", 1, 4)])
 def test_a_resumed_epoch_is_the_uninterrupted_one(pool: RankPool, kind: str, k: int, step: int, tmp_path: Path) -> None:
-    results = pool.run(3, stop_and_resume, 3, kind, k, step, str(tmp_path), Watching)
+    world_size = 2 if kind == "dealt out by workers" else 3  # workers take seconds to start
+    results = pool.run(world_size, stop_and_resume, world_size, kind, k, step, str(tmp_path), Watching)
     for result in results:
         assert result["same bits"]
         assert result["steps"][0] == result["steps"][1]
