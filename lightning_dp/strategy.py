@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -119,7 +118,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress = Progress(self._settings.nonfinite == "raise", self._settings.max_consecutive_skips)
         self._figures = RunFigures()
         self._plan = BucketPlan(())
-        self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+        self._known: dict[int, tuple[int, ...]] = {}  # sizes of groups checked, by id of the optimizer
         self._reducer: GradientReducer | None = None
         self._reducer_state: dict[str, Any] | None = None
         self._loaders: TrainerLoaders | None = None
@@ -268,7 +267,7 @@ class BucketedDDPStrategy(DDPStrategy):
         if self._ddp_kwargs:
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
-        self._known = WeakKeyDictionary()
+        self._known.clear()
         named = [(name, p) for name, p in self.model.named_parameters() if name not in self._ignored()]
         self._reducer = GradientReducer(named, config=self._settings.reducer)
         # Lightning moves step-wise schedulers even if the strategy did not step (training_epoch_loop.py:456).
@@ -444,7 +443,7 @@ class BucketedDDPStrategy(DDPStrategy):
     def _check_known(self, optimizer: Optimizer) -> None:
         """Parameters that the reducer does not know would have each rank's own gradient."""
         groups = tuple(len(group["params"]) for group in optimizer.param_groups)
-        if self._known.get(optimizer) == groups:
+        if self._known.get(id(optimizer)) == groups:
             return
         assert self._reducer is not None
         for number, group in enumerate(optimizer.param_groups):
@@ -455,7 +454,7 @@ class BucketedDDPStrategy(DDPStrategy):
                     " parameters as fit found them, so their gradients are not averaged; register them in the module"
                     " (in __init__ or configure_model) before fit"
                 )
-        self._known[optimizer] = groups
+        self._known[id(optimizer)] = groups
 
     def _update_lr_schedulers(
         self, update: Callable[..., None], interval: str, update_plateau_schedulers: bool

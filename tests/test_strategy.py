@@ -1054,3 +1054,8 @@ def save_after_fit(rank: int, folder: str) -> tuple:
 
 def test_a_checkpoint_saved_after_fit_is_as_good_as_one_from_within(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(3, save_after_fit, str(tmp_path)) == [(True, 4)] * 3
+
+
+def test_the_strategy_can_be_pickled_before_it_is_set_up() -> None:
+    """Spawned ranks get it that way."""
+    assert pickle.loads(pickle.dumps(BucketedDDPStrategy(bucket_cap_mb=3)))._settings.bucket_cap_mb == 3
