@@ -41,6 +41,14 @@ class Watching(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class DrawsRandomNumbers(Watching):
+    """With dropout, whose masks come from torch's global generator."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        batch = {**batch, "x": torch.nn.functional.dropout(batch["x"], 0.5)}
+        return super().training_step(batch, batch_idx)
+
+
 class AsksForSteps(Watching):
     """Asks for the number of steps while optimizers are made, which loads the loaders before the checkpoint."""
 
@@ -188,6 +196,13 @@ def test_loaders_that_were_there_before_the_checkpoint_go_on_too(pool: RankPool,
     for result in pool.run(3, stop_and_resume, 3, "dealt out", 1, 2, str(tmp_path), AsksForSteps):
         assert result["same bits"]
         assert result["steps"] == (12, 12)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("kind", ["dealt out", "map", "shuffled by itself", "stateful, sized"])
+def test_a_model_that_draws_random_numbers_draws_the_same(pool: RankPool, kind: str, step: int, tmp_path: Path) -> None:
+    for result in pool.run(3, stop_and_resume, 3, kind, 1, step, str(tmp_path), DrawsRandomNumbers):
+        assert result["same bits"]
 
 
 # ------------------------------------------------------------------------------------------- another world size

@@ -53,7 +53,8 @@ class LoaderState:
         finished: Whether the epoch's data is used up on all ranks, so that the next epoch starts afresh.
         exhausted: Whether this rank's own data is used up.
         rng: State of torch's global generator when the epoch's iteration began, for loaders that shuffle by it.
-        generators: The same of the generators that the loader and its samplers have of their own.
+        rng_now: State of torch's global generator now, for a model that draws from it (dropout).
+        generators: The same as ``rng`` of the generators that the loader and its samplers have of their own.
         seed: Seed of the order that an :class:`UnpaddedSampler` deals out.
         epoch: Epoch of that order.
         inner: State of a stateful loader.
@@ -65,6 +66,7 @@ class LoaderState:
     finished: bool
     exhausted: bool
     rng: Tensor
+    rng_now: Tensor | None = None
     generators: list[Tensor] = field(default_factory=list)
     seed: int | None = None
     epoch: int | None = None
@@ -113,6 +115,7 @@ class LockstepLoader:
         self._handed_out: deque[Delivery] = deque()
         self._used = Delivery(False, 0, 0)
         self._resumed_from: LoaderState | None = None
+        self._rng_to_restore: Tensor | None = None
         self._spare = END
         self.sized = min(wire.gather(_length(loader))) >= 0
         self._begin_epoch()
@@ -176,6 +179,7 @@ class LockstepLoader:
             finished=finished,
             exhausted=used.padding,
             rng=self._rng,
+            rng_now=torch.get_rng_state(),
             generators=self._generator_states,
             seed=None if self._dealt_out is None else self._dealt_out.seed,
             epoch=self._epoch,
@@ -194,6 +198,7 @@ class LockstepLoader:
         """
         same_ranks = len(states) == self._wire.world_size
         state = states[self._wire.rank if same_ranks else 0]
+        self._rng_to_restore = state.rng_now if same_ranks else None
         if state.finished:
             return
         if not same_ranks and (self._dealt_out is None or state.samples is None):
@@ -224,7 +229,7 @@ class LockstepLoader:
 
     def _begin_epoch(self) -> None:
         """Sets the epoch's start: its beginning, or behind what a resumed run has seen."""
-        state = self._resumed_from or LoaderState(0, 0, 0, False, False, *self._random_states())
+        state = self._resumed_from or self._epoch_start()
         self._handed_out.clear()
         self._ended = False
         self._rng, self._generator_states = state.rng, state.generators
@@ -262,6 +267,7 @@ class LockstepLoader:
                 sampler.set_epoch(self._epoch)
             self._epoch = sampler.epoch
         if not self._first_position:
+            self._restore_rng()  # of a run that is resumed between epochs
             # As late as this: the loop may have drawn random numbers since the epoch was started.
             self._rng, self._generator_states = self._random_states()
         for generator, generator_state in zip(self._generators(), self._generator_states, strict=False):
@@ -269,10 +275,14 @@ class LockstepLoader:
         if inner is not None:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
         if self._used.padding:
-            return iter(())  # a stateful loader that has come to its end would start its next epoch
-        if inner is None and skip and sampler is None:
-            return self._drawn_again(skip)
-        return iter(self.loader)
+            source = iter(())  # a stateful loader that has come to its end would start its next epoch
+        elif inner is None and skip and sampler is None:
+            source = self._drawn_again(skip)
+        else:
+            source = iter(self.loader)
+        if self._first_position:
+            self._restore_rng()
+        return source
 
     def _drawn_again(self, skip: int) -> Iterator[Any]:
         """Draws seen batches once more and drops them, from the same random numbers, so that the order is the same."""
@@ -283,6 +293,15 @@ class LockstepLoader:
             next(source, None)
         torch.set_rng_state(outside)
         return source
+
+    def _restore_rng(self) -> None:
+        if self._rng_to_restore is not None:
+            torch.set_rng_state(self._rng_to_restore)
+            self._rng_to_restore = None
+
+    def _epoch_start(self) -> LoaderState:
+        rng, generators = self._random_states()
+        return LoaderState(0, 0, 0, finished=False, exhausted=False, rng=rng, generators=generators)
 
     def _random_states(self) -> tuple[Tensor, list[Tensor]]:
         return torch.get_rng_state(), [generator.get_state() for generator in self._generators()]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -55,7 +56,9 @@ def without_trace(
     logged: Callable[[], Iterable[Metric]],
     keeps: Callable[[Metric], bool] = lambda metric: False,
 ) -> Generator[None, None, None]:
-    """Runs a block and puts back what it changed: buffers (BatchNorm's statistics), metrics, logged values.
+    """Runs a block and puts back what it changed.
+
+    That is: buffers (the statistics of BatchNorm), metrics, logged values and the state of random numbers.
 
     A metric that the block creates stays, in its default state, so that all ranks end an epoch with the same ones.
 
@@ -66,8 +69,11 @@ def without_trace(
     """
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     metrics = {id(metric): _metric_state(metric) for metric in _metrics(module, logged())}
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if on_gpu else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         for name, buffer in module.named_buffers():
             if name in buffers and buffer.shape == buffers[name].shape:
