@@ -228,7 +228,8 @@ class BucketedDDPStrategy(DDPStrategy):
         assert model is not None
         wire = Wire()
         tensors = (*model.named_parameters(), *model.named_buffers())
-        named = [(name, tensor) for name, tensor in tensors if name not in self._ignored()]
+        ignored = self._ignored()
+        named = [(name, tensor) for name, tensor in tensors if name not in ignored]
         verify_same_structure(named, wire)
         broadcast_from_rank_zero((tensor for _, tensor in named), wire)
 
@@ -268,7 +269,8 @@ class BucketedDDPStrategy(DDPStrategy):
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
         self._known.clear()
-        named = [(name, p) for name, p in self.model.named_parameters() if name not in self._ignored()]
+        ignored = self._ignored()
+        named = [(name, p) for name, p in self.model.named_parameters() if name not in ignored]
         self._reducer = GradientReducer(named, config=self._settings.reducer)
         # Lightning moves step-wise schedulers even if the strategy did not step (training_epoch_loop.py:456).
         loop = trainer.fit_loop.epoch_loop

@@ -44,6 +44,12 @@ def tokens(index: int, rank: int, count: int) -> dict[str, Tensor]:
     return {"x": x.view(3, 4, WIDTH), "labels": labels.view(3, 4)}
 
 
+def whole_batch(index: int, by_rank: Sequence[int]) -> dict[str, Tensor]:
+    """All ranks' samples of one micro-batch, as one device has them."""
+    parts = [samples(index, rank, count) for rank, count in enumerate(by_rank)]
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The mean over samples, or over the tokens that have a label (NaN if there are none)."""
     if "labels" in batch:

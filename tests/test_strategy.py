@@ -30,6 +30,7 @@ from lightning_runs import (
     samples,
     single_device,
     trainer_of,
+    whole_batch,
 )
 from rank_pool import RankFailureError, RankPool
 from torch import Tensor, nn
@@ -501,8 +502,7 @@ def test_two_backwards_before_one_step_equal_one_device(pool: RankPool) -> None:
     opt = optimizer_of("sgd", model.parameters())
     for _ in range(2):
         for i, by_rank in enumerate(first_ranks(RAGGED, 2)[:6]):
-            parts = [samples(i, r, n) for r, n in enumerate(by_rank)]
-            batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            batch = whole_batch(i, by_rank)
             opt.zero_grad()
             (loss_of(model, batch) + 0.1 * model(batch["x"]).square().mean()).backward()
             opt.step()
@@ -573,9 +573,8 @@ def test_a_second_fit_and_a_test_double_nothing_and_leave_nothing(pool: RankPool
         opt = optimizer_of("sgd", model.parameters())
         for _ in range(2):
             for i, by_rank in enumerate(counts):
-                parts = [samples(i, r, n) for r, n in enumerate(by_rank)]
                 opt.zero_grad()
-                loss_of(model, {key: torch.cat([part[key] for part in parts]) for key in parts[0]}).backward()
+                loss_of(model, whole_batch(i, by_rank)).backward()
                 opt.step()
         right.append(flat(model))
     for result in pool.run(2, collectives_and_hooks):
@@ -941,8 +940,7 @@ def test_an_optimizer_that_evaluates_its_closure_again_equals_one_device(pool: R
     opt = optimizer_named(name, model.parameters())
     for _ in range(2):
         for i, by_rank in enumerate(counts):
-            parts = [samples(i, r, n) for r, n in enumerate(by_rank)]
-            batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            batch = whole_batch(i, by_rank)
 
             def closure(batch: dict[str, Tensor] = batch) -> Tensor:
                 opt.zero_grad()

@@ -434,7 +434,6 @@ class WithBatchNorm(Module):
 
 
 def fit_batchnorm(rank: int) -> list[Tensor]:
-    module = WithBatchNorm()
     counts = [[4, 4], [4, 0], [4, 0]]
     statistics = []
 
@@ -651,16 +650,12 @@ def test_several_loaders_stay_in_step(pool: RankPool, mode: str, steps: int, kin
 
 
 def count_even(rank: int, lengths: tuple) -> int:
-    """Collectives over and above stock DDP's own, in an epoch of equal lengths, by the number of batches."""
+    """Collectives of the default group in an epoch of equal lengths."""
     import torch.distributed as dist
 
-    def run(strategy: Any) -> int:
-        start = dist.group.WORLD._get_sequence_number_for_group()
-        trainer = trainer_of(strategy, 2, max_epochs=1)
-        trainer.fit(Module(), loader_of("map", counts_of(lengths), rank))
-        return dist.group.WORLD._get_sequence_number_for_group() - start
-
-    return run(BucketedDDPStrategy())
+    start = dist.group.WORLD._get_sequence_number_for_group()
+    trainer_of("bucketed_ddp", 2, max_epochs=1).fit(Module(), loader_of("map", counts_of(lengths), rank))
+    return dist.group.WORLD._get_sequence_number_for_group() - start
 
 
 def test_sized_loaders_cost_no_message_per_batch(pool: RankPool) -> None:

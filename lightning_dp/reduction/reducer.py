@@ -114,6 +114,7 @@ class GradientReducer:
         self.last: Reduction | None = None
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
         self._all = list(reversed(unique.values()))
+        self._ids = frozenset(unique)
         self._handles: dict[Parameter, Any] = {}
         self._named: list[tuple[str, Parameter]] = []
         self.reference: tuple[int, int] | None = None
@@ -189,7 +190,7 @@ class GradientReducer:
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether the parameter is one of those this reducer was given."""
-        return any(parameter is p for _, p in self._all)
+        return id(parameter) in self._ids
 
     @property
     def has_unreduced(self) -> bool:
@@ -280,18 +281,19 @@ class GradientReducer:
     def _begin(self, count: int, label: str) -> float:
         if self._pass_open:
             raise LightningDPError("a backward pass is still open: an earlier one ended in an error, or is nested")
+        where = f"rank {self.wire.rank}{', ' + label if label else ''}"
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
             raise CountError(
-                f"rank {self.wire.rank}{', ' + label if label else ''}: the count of a micro-batch must be an integer"
-                f" of at least 0 (and at most {MAX_COUNT:,}), got {count!r}"
+                f"{where}: the count of a micro-batch must be an integer of at least 0 (and at most {MAX_COUNT:,}),"
+                f" got {count!r}"
             )
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
         self._start_window()
         if self.has_unreduced:
             raise UnreducedGradientError(
-                f"rank {self.wire.rank}{', ' + label if label else ''}: there are gradients that were made by"
-                " loss.backward() outside of the reducer, so each rank has its own; make them inside or zero them"
+                f"{where}: there are gradients that were made by loss.backward() outside of the reducer, so each rank"
+                " has its own; make them inside or zero them"
             )
         self._stray.clear()
         self._pass_open, self._reached = True, False
