@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,16 +11,17 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from lightning_dp.data.counts import CountFunction
+from lightning_dp.data.joint import JointLoader, length_of
 from lightning_dp.data.lockstep import LoaderState, LockstepLoader, lockstep
 from lightning_dp.data.padding import PaddingPolicy, sequence_number, without_trace
 from lightning_dp.data.samplers import UnpaddedSampler, is_plain
 from lightning_dp.data.window import WindowCounter, WindowTotals
-from lightning_dp.errors import ConfigurationError
+from lightning_dp.errors import UnevenDataError
 from lightning_dp.reduction.wire import Wire
 
 
@@ -35,6 +35,8 @@ class TrainerLoaders:
         pad_samples: Leave Lightning's padding DistributedSampler as it is.
         must_replay: Whether a training step communicates for certain (SyncBatchNorm, manual optimization).
         normalizers: What is counted of an accumulation window before it begins, by name.
+        prepare: What Lightning does to a loader of its own: ``(trainer, function, stage, loader) -> loader``.
+        stop_shuffling: What it does to a CombinedLoader when overfitting: ``(combined_loader, stage)``.
 
     Attributes:
         padding: Whether the batch in hand is padding on this rank.
@@ -48,6 +50,9 @@ class TrainerLoaders:
         pad_samples: bool = False,
         must_replay: bool = False,
         normalizers: Mapping[str, CountFunction] | None = None,
+        *,
+        prepare: Callable[..., Any],
+        stop_shuffling: Callable[..., None],
     ) -> None:
         self._trainer = trainer
         self._wire = wire
@@ -55,23 +60,40 @@ class TrainerLoaders:
         self._must_replay = must_replay
         self._seed: int = wire.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), 0)
         self._normalizers = normalizers or {}
-        self._warned = False
+        self._allowed_zero_length = trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices
+        self._prepare, self._stop_shuffling = prepare, stop_shuffling
+        self._preparing_parts = False
         self.padding = False
         self._policy: PaddingPolicy | None = None
-        self._restored: list[list[LoaderState]] = []
+        self._restored: list[LoaderState] = []
         connector = trainer._data_connector
         # Lightning would take a batch sampler apart and build it anew with arguments that it guesses.
+        if trainer.predicting:
+            # A rank may have nothing to predict; Lightning would refuse that, on this rank alone.
+            trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
         self._patch("_requires_distributed_sampler", connector._requires_distributed_sampler)
         if not pad_samples:
             self._patch("_resolve_sampler", connector._resolve_sampler)
+        for loop in self._loops():
+            join = partial(_join, loop._data_source.dataloader, training=loop is trainer.fit_loop)
+            loop._data_source.dataloader = join
 
     def _patch(self, name: str, original: Any) -> None:
         setattr(self._trainer._data_connector, name, partial(getattr(self, name), original))
 
+    def _loops(self) -> list[Any]:
+        """The loops whose loaders are kept in step."""
+        trainer = self._trainer
+        fit = trainer.fit_loop
+        return [fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
     def remove(self) -> None:
-        """Gives the data connector its own methods back."""
+        """Gives the data connector and the loops their own methods back."""
         for name in ("_requires_distributed_sampler", "_resolve_sampler"):
             vars(self._trainer._data_connector).pop(name, None)
+        for loop in self._loops():
+            vars(loop._data_source).pop("dataloader", None)
+        self._trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_zero_length
 
     # ------------------------------------------------------------------------------------------- samplers
 
@@ -103,9 +125,11 @@ class TrainerLoaders:
     def process(self, dataloader: Any) -> Any:
         """Wraps a loader of the stage under way; called on all ranks together, for one loader after the other."""
         state = self._trainer.state
-        if state.stage == RunningStage.PREDICTING:
+        if state.stage == RunningStage.PREDICTING or self._preparing_parts:
             return dataloader
         training = state.fn == TrainerFn.FITTING and state.stage in (None, RunningStage.TRAINING)
+        if isinstance(dataloader, _LightningJointLoader):
+            self._prepare_parts(dataloader, RunningStage.TRAINING if training else state.stage)
         policy = PaddingPolicy(self._uneven, self._must_replay and training)
         loader = lockstep(
             dataloader,
@@ -116,8 +140,33 @@ class TrainerLoaders:
             counter=self._counter() if training else None,
         )
         if training and self._restored:
-            loader.resume(self._restored.pop(0))
+            loader.resume(self._restored)
+            self._restored = []
         return loader
+
+    def _prepare_parts(self, joint: _LightningJointLoader, stage: Any) -> None:
+        """Does to each of several loaders what Lightning does to one, but for keeping it in step by itself."""
+        trainer: Any = self._trainer
+        combined = joint.combined
+        if trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches > 0:
+            self._stop_shuffling(combined, stage)
+        self._preparing_parts = True
+        try:
+            fn = trainer.state.fn
+            combined.flattened = [self._prepare(trainer, fn, stage, part) for part in combined.flattened]
+        finally:
+            self._preparing_parts = False
+        joint.parts = combined.flattened
+        if combined._mode != "max_size_cycle":
+            return
+        lengths = self._wire.gather([length_of(part) for part in joint.parts])
+        for number, by_rank in enumerate(zip(*lengths, strict=True)):
+            if 0 in by_rank and any(by_rank):
+                raise UnevenDataError(
+                    f"loader {number} of several has no batch on rank {by_rank.index(0)} and is to be cycled through"
+                    " there; give it at least as many samples as there are ranks, or use"
+                    " CombinedLoader(mode='max_size')"
+                )
 
     def _counter(self) -> WindowCounter:
         trainer = self._trainer
@@ -129,44 +178,22 @@ class TrainerLoaders:
 
     @property
     def window(self) -> WindowTotals | None:
-        """What the accumulation window under way holds on all ranks, where that is counted.
-
-        Raises:
-            ConfigurationError: If there are several training loaders.
-        """
-        training = self._training()
-        if len(training) > 1:
-            raise ConfigurationError("normalizers are counted for one training loader, and there are several")
-        return training[0].window if training else None
+        """What the accumulation window under way holds on all ranks, where that is counted."""
+        return self._training.window if self._training is not None else None
 
     def take(self, dataloader_idx: int) -> None:
         """Takes note of whether the batch that goes to the device now is padding on this rank."""
         self.padding, self._policy = False, None
         if self._trainer.predicting:
             return
-        training = self._trainer.training
-        loop = self._trainer.fit_loop if training else self._trainer._evaluation_loop
-        combined = loop._combined_loader
-        loaders = list(combined.flattened) if combined is not None else []
-        if not training and combined is not None and combined._mode == "sequential":
-            loaders = loaders[dataloader_idx : dataloader_idx + 1]
-        ours = [loader for loader in loaders if isinstance(loader, LockstepLoader)]
-        if ours:
-            # With several loaders a batch is real if any of them delivered a real one.
-            taken = [padding for padding in [loader.take() for loader in ours] if padding is not None]
-            self.padding = bool(taken) and all(taken)
-            self._policy = ours[0].policy
-            if len(set(taken)) > 1:
-                self._warn_of_mixture()
-
-    def _warn_of_mixture(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"rank {self._wire.rank}: of several training loaders one has run out before the other ranks' did; its"
-                " last batch is repeated beside the other loaders' until they end",
-                stacklevel=2,
-            )
+        trainer = self._trainer
+        loader: Any = self._training
+        if not trainer.training:
+            combined = trainer._evaluation_loop._combined_loader
+            # Loaders that are iterated at the same time are one; else one follows the other.
+            loader = combined.flattened[dataloader_idx] if combined is not None else None
+        if isinstance(loader, LockstepLoader) and (padding := loader.take()) is not None:
+            self.padding, self._policy = padding, loader.policy
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step on the batch in hand; of a padding batch it is skipped, or leaves no trace, by the policy."""
@@ -203,16 +230,16 @@ class TrainerLoaders:
         # A limit of 100 % was turned into the length that the loaders had at first.
         combined = self._trainer.fit_loop._combined_loader
         if combined is not None and self._trainer.limit_train_batches == 1.0 and combined.limits is not None:
-            combined.limits = [float("inf")] * len(combined.flattened)
+            combined.limits = [float("inf")]
 
     # ------------------------------------------------------------------------------------------- state
 
-    def state(self, alone: bool) -> list[list[dict[str, Any]]]:
-        """States of all training loaders: for each loader those of all ranks.
+    def state(self, alone: bool) -> list[dict[str, Any]]:
+        """The training loader's states on all ranks; none if they are not known.
 
         Args:
-            alone: The other ranks do not take part. Then only loaders whose position is the same on every rank have a
-                state.
+            alone: The other ranks do not take part. Then a loader has a state only if its position is the same on
+                every rank.
         """
         loop = self._trainer.fit_loop
         # Lightning's epoch may end before the data does: limit_train_batches. (max_steps does not end it: a resumed
@@ -223,21 +250,21 @@ class TrainerLoaders:
                 "this checkpoint is written within an accumulation window, whose gradients so far are not saved: a"
                 " run resumed from it trains on without them"
             )
-        batches: Any = loop.epoch_loop.batch_progress.current
-        states = [loader.state(batch_in_hand=batches.processed < batches.ready) for loader in self._training()]
-        states = [replace(state, finished=state.finished or ended) for state in states]
-        if not alone:
-            return [self._wire.gather(state.as_dict()) for state in states]
-        if any(state.samples is None for state in states):
+        if self._training is None:
             return []
-        return [[state.as_dict()] * self._wire.world_size for state in states]
+        batches: Any = loop.epoch_loop.batch_progress.current
+        state = self._training.state(batch_in_hand=batches.processed < batches.ready)
+        state = replace(state, finished=state.finished or ended)
+        if not alone:
+            return self._wire.gather(state.as_dict())
+        return [state.as_dict()] * self._wire.world_size if state.samples is not None else []
 
-    def restore(self, states: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Takes over :meth:`state`'s result; loaders that exist already start their epoch again behind it."""
-        self._restored = [[LoaderState(**state) for state in by_rank] for by_rank in states]
-        for loader in self._training():
-            if self._restored:
-                loader.resume(self._restored.pop(0))
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes over :meth:`state`'s result; a loader that exists already starts its epoch again behind it."""
+        self._restored = [LoaderState(**state) for state in states]
+        if self._training is not None and self._restored:
+            self._training.resume(self._restored)
+            self._restored = []
         fetcher = self._trainer.fit_loop._data_fetcher
         if not states and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
             rank_zero_warn(
@@ -248,13 +275,62 @@ class TrainerLoaders:
             self._lift_limits()
             iter(fetcher)
 
-    def _training(self) -> list[LockstepLoader]:
+    @property
+    def _training(self) -> LockstepLoader | None:
+        """The loader that is trained on; several that the user passed are one."""
         combined = self._trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        return [loader for loader in loaders if isinstance(loader, LockstepLoader)]
+        loader = combined.flattened[0] if combined is not None and combined.flattened else None
+        return loader if isinstance(loader, LockstepLoader) else None
 
 
 def _is_local(metric: Metric) -> bool:
     """Whether a logged value is this rank's own: then it may be that of a padding batch, rather than none at all."""
     meta = getattr(metric, "meta", None)
     return meta is not None and not meta.sync.should
+
+
+class _LightningJointLoader(JointLoader):
+    """Several loaders in the place of one, combined as Lightning does."""
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self.combined = combined
+        super().__init__(combined.flattened, self._batches, self._number)
+
+    def _batches(self) -> Iterator[Any]:
+        for batch, _, _ in self.combined:
+            yield batch
+
+    def _number(self, lengths: list[int | None]) -> int | None:
+        known = [length for length in lengths if length is not None]
+        if self.combined._mode == "min_size":
+            return min(known, default=None)
+        if len(known) < len(lengths):
+            return None
+        return sum(known) if self.combined._mode == "sequential" else max(known)
+
+
+class _JointCombinedLoader(CombinedLoader):
+    """A CombinedLoader whose loaders are kept in step together; the loop sees one loader, the user those passed."""
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self._combined = combined
+        super().__init__(_LightningJointLoader(combined), "max_size_cycle")
+
+    @property
+    def iterables(self) -> Any:
+        """The user's collection of loaders."""
+        return self._combined.iterables
+
+    def reset(self) -> None:
+        """Shuts down workers of all loaders."""
+        super().reset()
+        self._combined.reset()
+
+
+def _join(original: Callable[[], Any], training: bool) -> Any:
+    """What a data source gives, with several loaders made one: all to train on, and all that are iterated together."""
+    given = original()
+    default: Any = "max_size_cycle" if training else "sequential"
+    combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, default)
+    one_after_the_other = combined._mode == "sequential" and not training
+    return given if len(combined.flattened) < 2 or one_after_the_other else _JointCombinedLoader(combined)

@@ -16,6 +16,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _resolve_overfit_batches
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -249,10 +250,9 @@ class BucketedDDPStrategy(DDPStrategy):
             self._settings.pad_samples,
             must_replay=self._must_replay(),
             normalizers=self._normalizers,
+            prepare=_process_dataloader,
+            stop_shuffling=_resolve_overfit_batches,
         )
-        if trainer.predicting:
-            # A rank may have nothing to predict; Lightning would refuse that, on this rank alone.
-            module.allow_zero_length_dataloader_with_multiple_devices = True
         super().setup(trainer)
         if self.global_rank != 0:
             warnings.simplefilter("ignore", CountWarning)  # said once, by rank 0
@@ -343,6 +343,12 @@ class BucketedDDPStrategy(DDPStrategy):
         if output is not None or not module.automatic_optimization:
             return output
         # Lightning refuses None when there are several ranks (automatic.py:322), before it asks the strategy.
+        if self._normalizers and not self.is_padding_batch:
+            warnings.warn(
+                f"rank {self.global_rank}: training_step returned None for a batch that the normalizers had counted"
+                " before; let them count 0 in a batch that yields nothing",
+                stacklevel=2,
+            )
         self._count = 0
         return torch.zeros((), device=self.root_device, requires_grad=True)
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors import data_connector
 from torch import nn
 
 
@@ -64,6 +65,22 @@ def test_methods_that_are_overridden_exist_with_these_parameters() -> None:
         assert parameters_of(getattr(DDPStrategy, name)) == expected, name
     assert "strategy_registry" in parameters_of(DDPStrategy.register_strategies)
     assert "override" in parameters_of(StrategyRegistry.register)
+
+
+def test_loops_ask_a_source_for_their_loaders_and_prepare_each_in_one_function() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    for loop in loops:
+        loop._data_source.dataloader = list  # an instance attribute wins, and is removed again
+        assert data_connector._request_dataloader(loop._data_source) == []
+        assert vars(loop._data_source).pop("dataloader") is list
+    names = ["trainer", "trainer_fn", "stage", "dataloader"]
+    assert parameters_of(data_connector._process_dataloader) == names
+    assert parameters_of(data_connector._resolve_overfit_batches) == ["combined_loader", "mode"]
+    for loop in (trainer.fit_loop, trainer.test_loop):
+        source = inspect.getsource(type(loop).setup_data)
+        assert "_process_dataloader(trainer, trainer_fn, stage, dl)" in source
+        assert "isinstance(" in source, "a CombinedLoader is taken as it is"
 
 
 def test_attributes_that_are_read_exist() -> None:

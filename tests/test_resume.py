@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, trainer_of
+from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, samples, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_uneven import Rows, counts_of, loader_of
 from torch import Tensor
@@ -30,10 +30,12 @@ class Watching(Module):
         self.seen: dict[int, list[Any]] = {}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        parts = list(batch.values()) if "beside" in batch else [batch]  # of several loaders
         if not self.trainer.strategy.is_padding_batch:
-            what = batch["index"].tolist() if "index" in batch else [round(float(batch["x"].sum()), 9)]
-            self.seen.setdefault(self.trainer.current_epoch, []).extend(what)
-        return loss_of(self.net, batch)
+            for part in parts:
+                what = part["index"].tolist() if "index" in part else [round(float(part["x"].sum()), 9)]
+                self.seen.setdefault(self.trainer.current_epoch, []).extend(what)
+        return sum(loss_of(self.net, part) for part in parts)
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.optimizer, self.parameters())
@@ -110,6 +112,11 @@ def make_loader(kind: str, rank: int, lengths: tuple[int, ...]) -> Any:
         return DataLoader(batches, None, shuffle=True, generator=generator)
     if kind == "stateful":
         return Stateful(counts_of(lengths), rank)
+    if kind in ("joint", "joint, stateful"):  # the second one ends early and is begun anew
+        first: Any = DataLoader(Rows(23), batch_size=2, shuffle=True)
+        if kind == "joint, stateful":
+            first = SizedStateful(counts_of(lengths), rank)
+        return {"first": first, "beside": DataLoader(Rows(7), batch_size=1, shuffle=True)}
     if kind == "stateful, sized":
         return SizedStateful(counts_of(lengths), rank)
     return loader_of(kind, counts_of(lengths), rank)
@@ -165,14 +172,15 @@ class KeepModule(Callback):
 
 
 KINDS = ["dealt out", "map", "iterable", "shuffled by itself", "shuffled by its own generator"]
-KINDS += ["stateful", "stateful, sized"]
+KINDS += ["stateful", "stateful, sized", "joint", "joint, stateful"]
 CASES = [(kind, k, step) for kind in KINDS for k, step in ((1, 1), (1, 5), (2, 3))]
 
 
 @pytest.mark.parametrize(("kind", "k", "step"), [*CASES, ("dealt out by workers", 1, 4)])
 def test_a_resumed_epoch_is_the_uninterrupted_one(pool: RankPool, kind: str, k: int, step: int, tmp_path: Path) -> None:
     world_size = 2 if kind == "dealt out by workers" else 3  # workers take seconds to start
-    results = pool.run(world_size, stop_and_resume, world_size, kind, k, step, str(tmp_path), Watching)
+    arguments = (world_size, kind, k, step, str(tmp_path), Watching)
+    results = pool.run(world_size, stop_and_resume, *arguments, timeout=150)
     for result in results:
         assert result["same bits"]
         assert result["steps"][0] == result["steps"][1]
@@ -181,6 +189,8 @@ def test_a_resumed_epoch_is_the_uninterrupted_one(pool: RankPool, kind: str, k: 
         together = {epoch: result["first"].get(epoch, []) + result["resumed"].get(epoch, []) for epoch in range(EPOCHS)}
         assert together == {epoch: result["whole"].get(epoch, []) for epoch in range(EPOCHS)}
         assert "loaders" in result["loads"]
+        sizes = {epoch: len(result["whole"].get(epoch, [])) for epoch in range(EPOCHS)}
+        assert len(set(sizes.values())) == 1, "every epoch is whole"
     assert any(result["first"] and result["resumed"] for result in results)
 
 
@@ -286,6 +296,44 @@ def test_an_epoch_that_a_limit_ended_is_followed_by_a_whole_one(pool: RankPool, 
         assert resumed == whole
         assert same
         assert steps == 4
+
+
+class EndlessStream:
+    """Goes on where it stood; ranks stand elsewhere."""
+
+    def __init__(self, rank: int) -> None:
+        self.next = 100 * rank
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            self.next += 1
+            yield {**samples(self.next, 0, 2), "index": torch.tensor([self.next])}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def resume_a_stream(rank: int, path: str) -> tuple:
+    def once(epochs: int, callbacks: list[Callback], resume_from: str | None) -> Watching:
+        module = Watching()
+        trainer = trainer_of(BucketedDDPStrategy(), 2, max_epochs=epochs, limit_train_batches=3, callbacks=callbacks)
+        trainer.fit(module, EndlessStream(rank if resume_from is None else 7), ckpt_path=resume_from)
+        return module
+
+    whole = once(2, [], None)
+    once(1, [SaveAtEpochEnd(path)], None)
+    resumed = once(2, [], path)
+    return whole.seen.get(1), resumed.seen.get(1), torch.equal(flat(whole.net), flat(resumed.net))
+
+
+def test_a_stream_goes_on_where_it_stood_on_each_rank(pool: RankPool, tmp_path: Path) -> None:
+    for rank, (whole, resumed, same) in enumerate(pool.run(2, resume_a_stream, str(tmp_path / "at.ckpt"))):
+        assert resumed == whole
+        assert {index // 100 for index in whole} == {rank}
+        assert same
 
 
 def resume_after_max_steps(rank: int, path: str) -> tuple:

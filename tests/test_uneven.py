@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -620,14 +621,9 @@ def test_lightnings_counters_agree_on_all_ranks(
 
 
 class TwoLoaders(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[tuple[int, int]] = []
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        a, b = batch["a"], batch["b"]
-        self.sizes.append((0 if a is None else len(a["x"]), 0 if b is None else len(b["x"])))
-        return sum(loss_of(self.net, part) for part in (a, b) if part is not None)
+        parts = [batch] if "x" in batch else [part for part in (batch["a"], batch["b"]) if part is not None]
+        return sum(loss_of(self.net, part) for part in parts)
 
 
 def fit_two_loaders(rank: int, mode: str, kind: str) -> tuple:
@@ -639,7 +635,9 @@ def fit_two_loaders(rank: int, mode: str, kind: str) -> tuple:
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
-@pytest.mark.parametrize(("mode", "steps"), [("max_size_cycle", 8), ("min_size", 6), ("max_size", 8)])
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("max_size_cycle", 8), ("min_size", 4), ("max_size", 8), ("sequential", 10)]
+)
 def test_several_loaders_stay_in_step(pool: RankPool, mode: str, steps: int, kind: str) -> None:
     (steps0, digests0), (steps1, digests1) = pool.run(2, fit_two_loaders, mode, kind, timeout=TIME_LIMIT)
     assert steps0 == steps1 == steps
@@ -769,6 +767,28 @@ def test_a_mean_of_means_misses_them(pool: RankPool, k: int) -> None:
     """Negative control."""
     weights = pool.run(2, fit_parts, "map", k, MeanOfMeans, None)[0]
     assert relative_error(weights, one_device_parts(k, None)) > 1e-3
+
+
+class YieldsNothingInParts(InParts):
+    """Leaves out a batch on rank 1."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank == 1 and batch_idx == 2 else loss
+
+
+def warnings_of_nothing(rank: int) -> list[str]:
+    with mock.patch("warnings.warn") as warn:
+        fit_parts(rank, "map", 2, YieldsNothingInParts, None)
+    return [str(call.args[0]) for call in warn.call_args_list if "returned None" in str(call.args[0])]
+
+
+def test_a_step_that_yields_nothing_is_known_to_be_counted(pool: RankPool) -> None:
+    """Normalizers count before the step; nobody can take it back then."""
+    quiet, warned = pool.run(2, warnings_of_nothing, timeout=TIME_LIMIT)
+    assert quiet == []
+    assert warned
+    assert all(text.startswith("rank 1: training_step returned None") for text in warned)
 
 
 # ------------------------------------------------------------------------------------------- odd loaders and loops

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_dp.data.joint import JointLoader, has_state, length_of
 from lightning_dp.data.padding import PaddingPolicy
 from lightning_dp.data.samplers import UnpaddedSampler
 from lightning_dp.data.window import END, LookAhead, WindowCounter, WindowTotals
@@ -117,7 +118,12 @@ class LockstepLoader:
         self._resumed_from: LoaderState | None = None
         self._rng_to_restore: Tensor | None = None
         self._spare = END
-        self.sized = min(wire.gather(_length(loader))) >= 0
+        self._source = LookAhead(iter(()), lambda: None)
+        self._go_on_from: Any = None
+        self._parts = loader.parts if isinstance(loader, JointLoader) else [loader]
+        samplers = [getattr(part, "sampler", None) for part in self._parts]
+        self._samplers = [sampler for sampler in samplers if isinstance(sampler, UnpaddedSampler)]
+        self.sized = None not in wire.gather(length_of(loader))
         self._begin_epoch()
 
     def __getattr__(self, name: str) -> Any:
@@ -138,6 +144,8 @@ class LockstepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Starts an epoch; nothing is loaded before the first batch is asked for."""
+        if self._used.inner is not None and (self._handed_out or self._source.ahead):
+            self._go_on_from = self._used.inner  # what was drawn ahead of an epoch that was cut short is drawn again
         self._begin_epoch()
         self._resumed_from = None
         self.policy.start_epoch()
@@ -181,9 +189,9 @@ class LockstepLoader:
             rng=self._rng,
             rng_now=torch.get_rng_state(),
             generators=self._generator_states,
-            seed=None if self._dealt_out is None else self._dealt_out.seed,
+            seed=self._samplers[0].seed if self._samplers else None,
             epoch=self._epoch,
-            inner=used.inner,
+            inner=self._source.end if finished and self._source.ended else used.inner,
         )
 
     def resume(self, states: Sequence[LoaderState]) -> None:
@@ -200,6 +208,7 @@ class LockstepLoader:
         state = states[self._wire.rank if same_ranks else 0]
         self._rng_to_restore = state.rng_now if same_ranks else None
         if state.finished:
+            self._go_on_from = state.inner if same_ranks else None
             return
         if not same_ranks and (self._dealt_out is None or state.samples is None):
             raise UnevenDataError(
@@ -223,7 +232,7 @@ class LockstepLoader:
         """The sampler, if it deals one order out to all ranks, so that any number of ranks can go on in it."""
         if not isinstance(self.loader, DataLoader) or self.loader.batch_size is None:
             return None
-        return self.loader.sampler if isinstance(self.loader.sampler, UnpaddedSampler) else None
+        return self._samplers[0] if self._samplers else None
 
     # ------------------------------------------------------------------------------------------- an epoch
 
@@ -239,12 +248,14 @@ class LockstepLoader:
         self._before = self._used
         if self._dealt_out is not None:
             self._dealt_out.start = state.samples or 0
-            self._dealt_out.seed = self._dealt_out.seed if state.seed is None else state.seed
+        if state.seed is not None:
+            for sampler in self._samplers:
+                sampler.seed = state.seed
         if self.sized:
             self._agree_on_length()
 
     def _agree_on_length(self) -> None:
-        mine = max(0, _length(self.loader))
+        mine = length_of(self.loader) or 0
         if self._dealt_out is not None:
             mine += self._first_position  # the sampler has left out what was seen
         # Of other loaders the length is what they say, which may be more than they have.
@@ -260,12 +271,10 @@ class LockstepLoader:
     def _own_batches(self) -> Iterator[Any]:
         """The rank's own batches, behind those that were seen before."""
         inner, skip = self._used.inner, self._used.own
-        sampler = self._dealt_out
-        if sampler is not None:
+        for sampler in self._samplers:
             # As late as this: when a run is resumed, Lightning may count the epoch that goes on as the next one.
-            if self._epoch is not None:
-                sampler.set_epoch(self._epoch)
-            self._epoch = sampler.epoch
+            sampler.set_epoch(sampler.epoch if self._epoch is None else self._epoch)
+        self._epoch = self._samplers[0].epoch if self._samplers else None
         if not self._first_position:
             self._restore_rng()  # of a run that is resumed between epochs
             # As late as this: the loop may have drawn random numbers since the epoch was started.
@@ -274,9 +283,14 @@ class LockstepLoader:
             generator.set_state(generator_state)
         if inner is not None:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
+        elif self._go_on_from is not None:
+            # As late as this: Lightning gives every rank the state of rank 0's loader.
+            go_on = self.loader.go_on if isinstance(self.loader, JointLoader) else self.loader.load_state_dict  # type: ignore[attr-defined]
+            go_on(self._go_on_from)
+        self._go_on_from = None
         if self._used.padding:
             source = iter(())  # a stateful loader that has come to its end would start its next epoch
-        elif inner is None and skip and sampler is None:
+        elif skip and self._dealt_out is None and (inner is None or isinstance(self.loader, JointLoader)):
             source = self._drawn_again(skip)
         else:
             source = iter(self.loader)
@@ -308,14 +322,14 @@ class LockstepLoader:
 
     def _generators(self) -> list[torch.Generator]:
         """The generators that the loader and its samplers have of their own, each once."""
-        owners = [self.loader]
+        owners = list(self._parts)
         for name in ("sampler", "batch_sampler", "source"):
             owners += [getattr(owner, name) for owner in owners if hasattr(owner, name)]
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def _iterate_sized(self) -> Iterator[Any]:
-        source = self._look_ahead()
+        source = self._source = self._look_ahead()
         own, window = self._used.own, None
         for position in range(self._first_position, self._length):
             if length := self._counter.starts(position, self._first_position):
@@ -326,25 +340,23 @@ class LockstepLoader:
             if batch is END and (self._spare is END or (self._ends_early and not self.policy.replays)):
                 return
             own += batch is not END
+            if position + 1 == self._length and inner is not None:
+                source.peek(1)  # a loader with a state is to know that it has come to its end
             yield self._hand_out(batch, Delivery(batch is END, position + 1, own, inner, window))
 
     def _iterate_unsized(self) -> Iterator[Any]:
-        source = self._look_ahead()
+        source = self._source = self._look_ahead()
         own, position, window = self._used.own, self._first_position, None
-        batch, inner = source.take()
-        self._find_spare(batch)
-        question = self._ask(batch is not END)
+        self._find_spare(*source.peek(1))
+        question = self._ask(source.peek(1) != [])
         while self._answer(question):
             if length := self._counter.starts(position, self._first_position):
-                ahead = [batch, *source.peek(length - 1)] if batch is not END else []
-                window = self._counter.count(ahead, self._wire)
+                window = self._counter.count(source.peek(length), self._wire)
+            batch, inner = source.take()
             position += 1
             own += batch is not END
-            due, delivery = batch, Delivery(batch is END, position, own, inner, window)
-            if batch is not END:
-                batch, inner = source.take()
-            question = self._ask(batch is not END)
-            yield self._hand_out(due, delivery)
+            question = self._ask(source.peek(1) != [])
+            yield self._hand_out(batch, Delivery(batch is END, position, own, inner, window))
         self._ended = True
 
     def _look_ahead(self) -> LookAhead:
@@ -357,7 +369,7 @@ class LockstepLoader:
             self._spare = batch
         return self._spare
 
-    def _find_spare(self, batch: Any) -> None:
+    def _find_spare(self, batch: Any = END) -> None:
         """A rank without any batch borrows one, to pad with, from the first rank that has one."""
         if batch is not END:
             self._spare = batch
@@ -399,13 +411,5 @@ class StatefulLockstepLoader(LockstepLoader):
 
 def lockstep(loader: Iterable[Any], *args: Any, **kwargs: Any) -> LockstepLoader:
     """A :class:`LockstepLoader` of the kind that suits ``loader``; see there for the arguments."""
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    stateful = has_state(loader) and not isinstance(loader, JointLoader)
     return (StatefulLockstepLoader if stateful else LockstepLoader)(loader, *args, **kwargs)
-
-
-def _length(loader: Iterable[Any]) -> int:
-    """The loader's length, -1 if it has none."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return -1

@@ -80,23 +80,35 @@ class LookAhead:
     Args:
         batches: The batches.
         snapshot: Gives the loader's state; kept for each batch as it was right after it was drawn.
+
+    Attributes:
+        ended: Whether it is known that there are no more batches than those drawn.
+        end: The loader's state then.
     """
 
     def __init__(self, batches: Iterator[Any], snapshot: Callable[[], Any]) -> None:
         self._batches = batches
         self._snapshot = snapshot
         self._drawn: deque[tuple[Any, Any]] = deque()
+        self.ended = False
+        self.end: Any = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether batches were drawn and not taken."""
+        return bool(self._drawn)
 
     def take(self) -> tuple[Any, Any]:
         """The next batch and the state after it; ``END`` and the state then, when there is none."""
-        return self._drawn.popleft() if self._drawn else self._draw()
+        self.peek(1)
+        return self._drawn.popleft() if self._drawn else (END, self.end)
 
     def peek(self, count: int) -> list[Any]:
         """The next ``count`` batches, or as many as there are."""
-        while len(self._drawn) < count and not (self._drawn and self._drawn[-1][0] is END):
-            self._drawn.append(self._draw())
-        return [batch for batch, _ in list(self._drawn)[:count] if batch is not END]
-
-    def _draw(self) -> tuple[Any, Any]:
-        batch = next(self._batches, END)
-        return batch, self._snapshot()
+        while len(self._drawn) < count and not self.ended:
+            batch = next(self._batches, END)
+            if batch is END:
+                self.ended, self.end = True, self._snapshot()
+            else:
+                self._drawn.append((batch, self._snapshot()))
+        return [batch for batch, _ in list(self._drawn)[:count]]
