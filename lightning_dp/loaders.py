@@ -245,10 +245,10 @@ class TrainerLoaders:
         # Lightning's epoch may end before the data does: limit_train_batches. (max_steps does not end it: a resumed
         # run goes on within the epoch.)
         ended = loop.epoch_loop._num_ready_batches_reached()
-        if not ended and loop._should_accumulate():
+        if alone and not ended and loop._should_accumulate():
             rank_zero_warn(
-                "this checkpoint is written within an accumulation window, whose gradients so far are not saved: a"
-                " run resumed from it trains on without them"
+                "this checkpoint is written after an error within an accumulation window, whose gradients so far are"
+                " not saved: a run resumed from it trains on without them"
             )
         if self._training is None:
             return []

@@ -494,6 +494,7 @@ class BucketedDDPStrategy(DDPStrategy):
                 "progress": self._progress.state_dict(),
                 "reducer": reducer_state,
                 "loaders": self._loaders.state(alone) if self._loaders is not None else [],
+                "window": self._reducer.window_state() if self._reducer is not None and not alone else None,
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -505,6 +506,8 @@ class BucketedDDPStrategy(DDPStrategy):
             return
         self._progress.load_state_dict(state["progress"])
         self._reducer.load_state_dict(state["reducer"])
+        if state["window"] is not None:
+            self._reducer.resume_window(state["window"])
         if self._loaders is not None:
             self._loaders.restore(state["loaders"])
 

@@ -33,7 +33,8 @@ def tally_of(ballots: list[Ballot], flags: list[int], make_flag=FLAG_TENSORS["fl
         encode(ballot, make_flag(flag), rank, world_size)
         for rank, (ballot, flag) in enumerate(zip(ballots, flags, strict=True))
     ]
-    return decode(add_up(messages), world_size, len(ballots[0].used))
+    first = ballots[0]
+    return decode(add_up(messages), world_size, len(first.used), len(first.notes), first.word is not None)
 
 
 def check(ballots: list[Ballot], flags: list[int], make_flag=FLAG_TENSORS["float32"]) -> None:
@@ -41,22 +42,35 @@ def check(ballots: list[Ballot], flags: list[int], make_flag=FLAG_TENSORS["float
     tally = tally_of(ballots, flags, make_flag)
     assert tally.count == sum(ballot.count for ballot in ballots)
     assert tally.micro_batches == sum(ballot.micro_batches for ballot in ballots)
-    assert tally.flags == tuple(flags)
+    assert tally.flags == tuple(flag | ballot.flags for flag, ballot in zip(flags, ballots, strict=True))
+    assert tally.notes == tuple(sum(column) for column in zip(*(ballot.notes for ballot in ballots), strict=True))
+    assert tally.words == tuple(ballot.word for ballot in ballots if ballot.word is not None)
     assert tally.users == tuple(sum(column) for column in zip(*(ballot.used for ballot in ballots), strict=True))
-    assert tally.nonfinite_ranks == tuple(rank for rank, flag in enumerate(flags) if flag)
+    assert tally.ranks_with(Flag.NONFINITE) == tuple(rank for rank, flag in enumerate(flags) if flag)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     world_size=st.integers(1, 300),
     num_parameters=st.integers(0, 100),
+    num_notes=st.integers(0, 9),
+    has_words=st.booleans(),
     kind=st.sampled_from(sorted(FLAG_TENSORS)),
     seed=st.integers(0, 2**32),
 )
-def test_every_tally_is_the_exact_sum(world_size: int, num_parameters: int, kind: str, seed: int):
+def test_every_tally_is_the_exact_sum(
+    world_size: int, num_parameters: int, num_notes: int, has_words: bool, kind: str, seed: int
+):
     rng = random.Random(seed)
     ballots = [
-        Ballot(rng.randint(0, MAX_COUNT), rng.randint(0, 1000), [rng.random() < 0.5 for _ in range(num_parameters)])
+        Ballot(
+            rng.randint(0, MAX_COUNT),
+            rng.randint(0, 1000),
+            [rng.random() < 0.5 for _ in range(num_parameters)],
+            rng.choice([Flag.NONE, Flag.VETO, Flag.STOP, Flag.VETO | Flag.STOP]),
+            [rng.random() < 0.5 for _ in range(num_notes)],
+            rng.randint(-(2**63), 2**63 - 1) if has_words else None,
+        )
         for _ in range(world_size)
     ]
     check(ballots, [rng.randint(0, 1) for _ in range(world_size)], FLAG_TENSORS[kind])
@@ -76,7 +90,7 @@ def test_edges_of_the_packing(world_size, num_parameters, everyone):
 def test_a_flag_belongs_to_the_rank_that_raised_it(culprit, kind):
     flags = [int(rank == culprit) for rank in range(9)]
     tally = tally_of([Ballot(1, 1, [True, False])] * 9, flags, FLAG_TENSORS[kind])
-    assert tally.nonfinite_ranks == (culprit,)
+    assert tally.ranks_with(Flag.NONFINITE) == (culprit,)
     assert tally.users == (9, 0)
 
 
@@ -92,7 +106,7 @@ def test_a_full_lane_does_not_carry_into_its_neighbours(lane):
         total += encode(ballot, loud, rank, MAX_LANE_RANKS)
     tally = decode(total, MAX_LANE_RANKS, 6)
     assert tally.users == tuple(MAX_LANE_RANKS * at for at in used)
-    assert tally.nonfinite_ranks == (0, MAX_LANE_RANKS - 1)
+    assert tally.ranks_with(Flag.NONFINITE) == (0, MAX_LANE_RANKS - 1)
     assert tally.count == ballot.count * MAX_LANE_RANKS
 
 
@@ -112,6 +126,29 @@ def test_the_largest_counts_stay_exact():
         assert tally_of(ballots, [0] * 300).count == 300 * MAX_COUNT - odd
 
 
+def test_a_ballot_with_words_is_longer_by_one_integer_a_rank():
+    plain = encode(Ballot(1, 1, [True]), torch.tensor(0.0), 0, 5)
+    wordy = encode(Ballot(1, 1, [True], word=-7), torch.tensor(0.0), 3, 5)
+    assert len(wordy) - len(plain) == 5
+    assert wordy[2:7].tolist() == [0, 0, 0, -7, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "expected"),
+    [
+        (8, (0, 0, 0), Verdict()),
+        (8, (0, 1, 0), Verdict(dropped=(1,))),
+        (8, (1, 0, 1), Verdict(dropped=(0, 2))),
+        (0, (1, 1, 1), Verdict(Reason.NONFINITE, (0, 1, 2))),  # nobody is left
+        (8, (1, Flag.VETO, 0), Verdict(Reason.VETO, (1,))),
+        (0, (0, 0, 0), Verdict(Reason.EMPTY)),
+    ],
+)
+def test_verdict_where_bad_ranks_leave_themselves_out(count, flags, expected):
+    tally = Tally(count=count, micro_batches=len(flags), flags=flags, users=())
+    assert decide(tally, drops=True) == expected
+
+
 @pytest.mark.parametrize(
     ("count", "flags", "overflow", "expected"),
     [
@@ -123,6 +160,9 @@ def test_the_largest_counts_stay_exact():
         (8, (1, 0, 1), False, Verdict(Reason.NONFINITE, (0, 2))),
         (8, (0, 0, 1), True, Verdict(Reason.NONFINITE, (2,))),  # the culprits are known: say so
         (0, (1, 0, 0), False, Verdict(Reason.NONFINITE, (0,))),
+        (8, (0, Flag.VETO, Flag.VETO), False, Verdict(Reason.VETO, (1, 2))),
+        (8, (Flag.NONFINITE, Flag.VETO, 0), False, Verdict(Reason.NONFINITE, (0,))),
+        (8, (0, Flag.STOP, 0), False, Verdict()),  # the step is taken, and the last one
     ],
 )
 def test_verdict(count, flags, overflow, expected):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, samples, trainer_of
+from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, relative_error, samples, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_uneven import Rows, counts_of, loader_of
 from torch import Tensor
@@ -213,6 +213,50 @@ def test_loaders_that_were_there_before_the_checkpoint_go_on_too(pool: RankPool,
 def test_a_model_that_draws_random_numbers_draws_the_same(pool: RankPool, kind: str, step: int, tmp_path: Path) -> None:
     for result in pool.run(3, stop_and_resume, 3, kind, 1, step, str(tmp_path), DrawsRandomNumbers):
         assert result["same bits"]
+
+
+class SaveWithinWindow(Callback):
+    """Saves after a number of micro-batches, and stops there if told to."""
+
+    def __init__(self, path: str, after: int) -> None:
+        self.path, self.after, self.batches = path, after, 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.batches += 1
+        if self.batches == self.after:
+            trainer.save_checkpoint(self.path)
+            raise KeyboardInterrupt
+
+
+def stop_within_window(rank: int, kind: str, after: int, folder: str) -> tuple:
+    path = f"{folder}/at.ckpt"
+    whole, whole_trainer = run(rank, 3, kind, 3, [], None, Watching)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        run(rank, 3, kind, 3, [SaveWithinWindow(path, after)], None, Watching)
+    resumed, trainer = run(rank, 3, kind, 3, [], path, Watching)
+    saved = torch.load(path, weights_only=True)
+    if rank == 0:
+        saved["lightning_dp"]["window"] = None
+        torch.save(saved, f"{folder}/without.ckpt")
+    torch.distributed.barrier()
+    without, _ = run(rank, 3, kind, 3, [], f"{folder}/without.ckpt", Watching)
+    right = flat(whole.net)
+    errors = relative_error(flat(resumed.net), right), relative_error(flat(without.net), right)
+    counts = whole_trainer.strategy.report().count, trainer.strategy.report().count
+    return *errors, resumed.digests[-1], counts
+
+
+@pytest.mark.parametrize(("kind", "after"), [("dealt out", 2), ("iterable", 4), ("map", 5)])
+def test_a_checkpoint_within_an_accumulation_window_holds_its_gradients(
+    pool: RankPool, kind: str, after: int, tmp_path: Path
+) -> None:
+    """To rounding, not to the bit: the ranks' parts have been added up before the rest of the window came."""
+    results = pool.run(3, stop_within_window, kind, after, str(tmp_path))
+    for error, without, digest, counts in results:
+        assert error < 1e-12
+        assert without > 1e-6, "negative control: the gradients of the window are missed"
+        assert digest == results[0][2]
+        assert counts[0] == counts[1]
 
 
 # ------------------------------------------------------------------------------------------- another world size

@@ -68,6 +68,7 @@ class Launcher:
         self._fires = [0] * len(self._named)
         self._pending = [sum(p.requires_grad for p in bucket.parameters) for bucket in self.buckets]
         self._works: list[dist.Work | None] = []
+        self._prepared = 0
         self.used = [False] * len(self._named)
 
     @property
@@ -104,6 +105,18 @@ class Launcher:
         while self.launched < len(self.buckets):
             self._launch()
 
+    def prepare_rest(self) -> None:
+        """Completes all buckets that have not left, and looks at them; they leave as they are then."""
+        while self._prepared < len(self.buckets):
+            self._prepare()
+
+    def leave_out(self) -> None:
+        """Makes all buckets zero, none of which has left: this rank then contributes nothing."""
+        assert not self.launched
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self.used = [False] * len(self._named)
+
     def wait(self) -> None:
         """Waits for all buckets (on a GPU: makes the current stream wait)."""
         for number, work in enumerate(self._works):
@@ -112,11 +125,16 @@ class Launcher:
 
     def _launch(self) -> None:
         number = self.launched
-        bucket = self.buckets[number]
-        self._timeline.mark("ready", number)
+        if number == self._prepared:
+            self._prepare()
+        self._timeline.mark("launch", number)
+        self._works.append(self._wire.all_reduce(self.buckets[number].flat))
+
+    def _prepare(self) -> None:
+        bucket = self.buckets[self._prepared]
+        self._timeline.mark("ready", self._prepared)
+        self._prepared += 1
         for index, has_grad in zip(bucket.layout.indices, bucket.fill(), strict=True):
             self.used[index] = has_grad
         if self._check is not None:
             self._check.look(bucket)
-        self._timeline.mark("launch", number)
-        self._works.append(self._wire.all_reduce(bucket.flat))

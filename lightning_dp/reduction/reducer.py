@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_dp.errors import CountError, LightningDPError, UnreducedGradientE
 from lightning_dp.insight.timeline import StepTimes, Timeline
 from lightning_dp.reduction import ballot as ballots
 from lightning_dp.reduction.arrivals import Arrivals
-from lightning_dp.reduction.ballot import Ballot, Reason, Tally, Verdict
+from lightning_dp.reduction.ballot import Ballot, Flag, Reason, Tally, Verdict
 from lightning_dp.reduction.buckets import BucketPlan, plan_buckets
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
@@ -37,12 +37,16 @@ class ReducerConfig:
         overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
             whose gradients fire a different number of times from step to step.
         check_nonfinite: Look for NaN and Inf and name whose they are.
+        drop_nonfinite: Leave a rank whose gradients are not finite out of the step, which is then exact over the other
+            ranks. What it costs: buckets leave at the end of backward only, as nothing can be taken back from a sum;
+            and on a GPU the host waits for the device once more.
     """
 
     bucket_cap_mb: float = 25.0
     first_bucket_cap_mb: float = 1.0
     overlap: bool = True
     check_nonfinite: bool = True
+    drop_nonfinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,9 @@ class GradientReducer:
         plan: The bucket plan in force.
         wire: The process group, with counters.
         reference: Total count and number of micro-batches whose ratio losses are scaled by: those of the last window.
+        flags: What this rank says in its next ballot, beside what the reducer finds.
+        notes: Its answers to yes-or-no questions, in an order that all ranks share; as many on every rank.
+        word: An integer of its own; either all ranks have one or none has. Taken back when the ballot is cast.
 
     Raises:
         StructureMismatchError: If ranks pass parameters of different names, shapes or dtypes.
@@ -118,6 +125,9 @@ class GradientReducer:
         self._handles: dict[Parameter, Any] = {}
         self._named: list[tuple[str, Parameter]] = []
         self.reference: tuple[int, int] | None = None
+        self.flags = Flag.NONE
+        self.notes: Sequence[bool] = ()
+        self.word: int | None = None
         self._known_order: list[str] | None = None
         self._known_fires: dict[str, int] | None = None
         # - State of the accumulation window
@@ -128,7 +138,10 @@ class GradientReducer:
         self._averaged = False
         self._carry: dict[Tensor, Tensor] = {}
         self._count = 0
-        self._labels: list[str] = []
+        self._micro_batches = 0
+        self._labels: list[tuple[str, Tensor | None]] = []
+        self._veto = ""
+        self._resumed: dict[str, Tensor] = {}
         self._set_up()
 
     # ------------------------------------------------------------------------------------------- public
@@ -153,8 +166,24 @@ class GradientReducer:
             self.wire.wait(self.wire.all_reduce(total), "the agreement on the usual count")
             self._set_reference(*total.tolist())
 
+    @property
+    def window_begins(self) -> bool:
+        """Whether the next backward is the first of an accumulation window."""
+        return self._averaged or not self._labels
+
+    def veto(self, reason: str) -> None:
+        """Makes all ranks skip the step that the next ballot is about; one rank's veto is enough.
+
+        Args:
+            reason: For the message, with whatever helps to find the cause.
+        """
+        self.flags |= Flag.VETO
+        self._veto = reason
+
     @contextmanager
-    def backward_pass(self, count: int, label: str = "", divided_by: int | None = 1) -> Generator[float, None, None]:
+    def backward_pass(
+        self, count: int, label: str = "", divided_by: int | None = 1, loss: Tensor | None = None
+    ) -> Generator[float, None, None]:
         """Runs one backward: ``with reducer.backward_pass(count=n) as weight: (loss * weight).backward()``.
 
         Outside ``no_sync`` gradients are final when the block ends, and :attr:`last` tells what came of it.
@@ -168,6 +197,7 @@ class GradientReducer:
                 ``None`` takes losses as they are and adds micro-batches up, as repeated ``backward`` calls on one
                 device do: the average times the number of micro-batches per rank. That is what one device has if the
                 ranks' counts are in the same proportion in each micro-batch of the window.
+            loss: The mean loss, for messages; read only if there is one.
 
         Yields:
             The factor for the loss.
@@ -180,12 +210,12 @@ class GradientReducer:
         """
         # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
         # may have left, so the next pass refuses to go on.
-        yield self._begin(count, label)
+        yield self._begin(count, label, loss)
         self._end(divided_by)
 
     def backward(self, loss: Tensor, count: int, label: str = "", divided_by: int | None = 1) -> None:
         """:meth:`backward_pass` over ``loss.backward()``."""
-        with self.backward_pass(count, label, divided_by) as weight:
+        with self.backward_pass(count, label, divided_by, loss) as weight:
             torch.autograd.backward(loss * weight)
 
     def knows(self, parameter: Tensor) -> bool:
@@ -212,6 +242,34 @@ class GradientReducer:
         self.reference = tuple(state["reference"]) if state["reference"] else None
         self._known_order, self._known_fires = state["order"], state["fires"]
         self._set_up()
+
+    def window_state(self) -> dict[str, Any] | None:
+        """What the accumulation window under way holds so far, summed over the ranks, which take part together.
+
+        Returns:
+            Weighted gradients by name, their count and number of micro-batches; ``None`` between windows.
+        """
+        if self._averaged or not self._labels:
+            return None
+        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int64, device=self._device)
+        sums = torch.cat([used, torch.tensor([self._count, self._micro_batches], device=self._device)])
+        grads = [
+            (torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()).contiguous() for p in self._parameters
+        ]
+        for tensor in (sums, *(torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)):
+            self.wire.wait(self.wire.all_reduce(tensor), "the sum of an accumulation window")
+        self.wire.reset_counters()
+        *users, count, micro_batches = sums.tolist()
+        named = zip(self._named, grads, users, strict=True)
+        by_name = {name: grad.cpu() for (name, _), grad, n in named if n}
+        return {"gradients": by_name, "count": count, "micro_batches": micro_batches}
+
+    def resume_window(self, state: dict[str, Any]) -> None:
+        """Takes over :meth:`window_state`'s result: rank 0 goes on with it, the other ranks with nothing."""
+        self._labels = [("the batches before the checkpoint", None)]
+        if self.wire.rank == 0:
+            self._count, self._micro_batches = state["count"], state["micro_batches"]
+            self._resumed = state["gradients"]  # set when backward begins, as a Trainer zeroes gradients before
 
     def detach(self) -> None:
         """Removes the hooks. Gradients stay where they are; the reducer is not used after this."""
@@ -278,7 +336,7 @@ class GradientReducer:
 
     # ------------------------------------------------------------------------------------------- one backward
 
-    def _begin(self, count: int, label: str) -> float:
+    def _begin(self, count: int, label: str, loss: Tensor | None) -> float:
         if self._pass_open:
             raise LightningDPError("a backward pass is still open: an earlier one ended in an error, or is nested")
         where = f"rank {self.wire.rank}{', ' + label if label else ''}"
@@ -290,6 +348,10 @@ class GradientReducer:
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
         self._start_window()
+        for name, parameter in self._named if self._resumed else ():
+            if name in self._resumed:
+                parameter.grad = self._resumed[name].to(parameter.device)
+        self._resumed = {}
         if self.has_unreduced:
             raise UnreducedGradientError(
                 f"{where}: there are gradients that were made by loss.backward() outside of the reducer, so each rank"
@@ -299,11 +361,12 @@ class GradientReducer:
         self._pass_open, self._reached = True, False
         self._discard = count == 0
         self._pass_count = count
-        self._labels.append(label)
+        self._labels.append((label, None if loss is None or not count else loss.detach()))
+        self._micro_batches += 1
         self._timeline.start()
         if self._expected is None:
             self._arrivals = Arrivals(len(self._parameters))
-        at_once = self.config.overlap and self._sync and not self._discard
+        at_once = self.config.overlap and self._sync and not self._discard and not self.config.drop_nonfinite
         self._launcher.arm(self._expected if at_once else None)
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
@@ -316,7 +379,7 @@ class GradientReducer:
         if not self._averaged:
             return
         self._averaged = False
-        self._count, self._labels = 0, []
+        self._count, self._micro_batches, self._labels = 0, 0, []
         self._check.reset()
         # An averaged gradient is equal on all ranks; summed once more it would be multiplied by their number.
         self._carry = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
@@ -350,6 +413,11 @@ class GradientReducer:
             for bucket in self._launcher.buckets:
                 bucket.take_all()
             return
+        if self.config.drop_nonfinite:
+            self._launcher.prepare_rest()
+            if self._check.flag():
+                self._launcher.leave_out()
+                self._count = 0
         self._launcher.launch_rest()
         self._finish(divided_by)
 
@@ -361,17 +429,20 @@ class GradientReducer:
 
     def _finish(self, divided_by: int | None) -> None:
         """Casts the ballot, waits, and makes the gradients final."""
-        cast = Ballot(self._count, len(self._labels), self._launcher.used)
+        cast = Ballot(self._count, self._micro_batches, self._launcher.used, self.flags, self.notes, self.word)
         message = ballots.encode(cast, self._check.flag(), self.wire.rank, self.wire.world_size)
         ballot_work = self.wire.all_reduce(message)
         self._launcher.wait()
         self.wire.wait(ballot_work, "the ballot")
         self._timeline.mark("end")
-        tally = ballots.decode(message, self.wire.world_size, len(self._parameters))
+        tally = ballots.decode(
+            message, self.wire.world_size, len(self._parameters), len(self.notes), self.word is not None
+        )
+        self.flags, self.word = Flag.NONE, None
         factor = self._final_factor(tally, divided_by)
         overflow = self._scale(factor)
         carried = bool(self._carry)
-        verdict = self._explain(ballots.decide(tally, overflow))
+        verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
         self._publish(tally)
         self._learn_from(tally)
         self.last = Reduction(
@@ -384,7 +455,7 @@ class GradientReducer:
             self._timeline.read(len(self.plan.buckets)),
         )
         self.wire.reset_counters()
-        self._averaged = True
+        self._averaged, self._veto = True, ""
 
     def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
         if tally.count == 0:
@@ -406,17 +477,19 @@ class GradientReducer:
         return bool(found) and bool(torch.stack([f.to(self._device) for f in found]).any())
 
     def _explain(self, verdict: Verdict) -> Verdict:
-        """Adds what the ranks concerned have to say; a message of its own, which only a skipped step pays for."""
-        if verdict.reason is not Reason.NONFINITE:
+        """Adds what the ranks concerned have to say; a message of its own, which only a spoilt step pays for."""
+        ranks = verdict.ranks or verdict.dropped
+        if not ranks:
             return verdict
-        mine = self._check.description()
-        said = self.wire.gather(f"{mine}, {self._labels_text()}" if mine else "")
-        detail = "; ".join(f"rank {rank}: {said[rank]}" for rank in verdict.ranks)
-        return Verdict(verdict.reason, verdict.ranks, detail)
+        mine = self._veto if verdict.reason is Reason.VETO else self._check.description()
+        said = self.wire.gather(f"{mine}, {self._labels_text()}" if self.wire.rank in ranks else "")
+        return replace(verdict, detail="; ".join(f"rank {rank}: {said[rank]}" for rank in ranks))
 
     def _labels_text(self) -> str:
-        first, last = self._labels[0], self._labels[-1]
-        return first if first == last else f"{first} to {last}"
+        first, last = self._labels[0][0], self._labels[-1][0]
+        losses = [f"{float(loss):.4g}" for _, loss in self._labels if loss is not None]
+        which = first if first == last else f"{first} to {last}"
+        return f"{which}, loss{'es' * (len(losses) > 1)} {', '.join(losses)}" if losses else which
 
     def _publish(self, tally: Tally) -> None:
         """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
