@@ -36,6 +36,10 @@ class NonFiniteGradientError(LightningDPError):
     """A gradient held NaN or Inf and the policy, or the limit on consecutive skips, ends the run."""
 
 
+class ReplicaMismatchError(LightningDPError):
+    """Ranks no longer hold the same parameters, buffers or optimizer state."""
+
+
 class UnevenDataError(LightningDPError):
     """Ranks have different numbers of batches where the settings do not allow it, or cannot go on from a checkpoint."""
 

@@ -51,6 +51,11 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 def broadcast_from_rank_zero(tensors: Iterable[Tensor], wire: Wire) -> None:
     """Overwrites every rank's tensors with rank 0's, bit for bit, whatever their dtype and strides."""
+    broadcast_from(0, tensors, wire)
+
+
+def broadcast_from(rank: int, tensors: Iterable[Tensor], wire: Wire) -> None:
+    """Overwrites every rank's tensors with those of one rank, bit for bit, whatever their dtype and strides."""
     for tensor in tensors:
         source = tensor.detach()
         for dim, stride in enumerate(source.stride()):
@@ -58,6 +63,6 @@ def broadcast_from_rank_zero(tensors: Iterable[Tensor], wire: Wire) -> None:
                 source = source.narrow(dim, 0, 1)
         contiguous = source.resolve_conj().contiguous()
         # As bytes: backends differ in the dtypes that they accept (bool, complex, float8).
-        wire.broadcast(contiguous.reshape(-1).view(torch.uint8))
+        wire.broadcast(contiguous.reshape(-1).view(torch.uint8), rank)
         if contiguous.data_ptr() != source.data_ptr():
             source.copy_(contiguous)

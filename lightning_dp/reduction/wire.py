@@ -83,10 +83,10 @@ class Wire:
         dist.broadcast_object_list(values, src=self._global_rank(source), group=self.group)
         return values[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites ``tensor`` in place with the bits that rank 0 holds; it must be contiguous. Blocks."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrites ``tensor`` in place with the bits that rank ``source`` holds; it must be contiguous. Blocks."""
         if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, src=self._global_rank(0), group=self.group)
+            dist.broadcast(tensor, src=self._global_rank(source), group=self.group)
 
     def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank) if self.group is not None else rank
