@@ -4,18 +4,19 @@ A tensor is read as little words of 8 bytes, in the order of its indices, the la
 :data:`ROW` words become one number each, the numbers of all rows become rows again, until one number is left. A row
 w[0], w[1], ... becomes
 
-    sum over i of  m[i] * mix(w[i])   modulo 2^64,      mix(w) = w xor (w >> 32, zeros shifted in),
+    sum over i of  m[i] * mix(w[i])   modulo 2^64,      mix(w) = v xor (v >> 32, zeros shifted in)  with  v = K * w,
 
-where every m[i] is odd, and differs by place in the row and by round.
+where K and every m[i] are odd, and m differs by place in the row and by round.
 
-One changed word always changes the fingerprint, hence one flipped bit does. ``mix`` can be undone, because its upper
-half is that of w and its lower half is that of w xor the upper one: so different words have different ``mix``. An odd
-number has an inverse modulo 2^64, so m * (mix(w) - mix(w')) is not 0, and that is the change of the row's sum. In the
-next round that sum is the one word that changed. What is added for dtype and shape in the end is a constant.
+One changed word always changes the fingerprint, hence one flipped bit does. An odd number has an inverse modulo 2^64,
+and v can be told from mix(w), whose upper half is that of v, and whose lower half is that of v xor the upper one: so
+different words have different ``mix``. Then m * (mix(w) - mix(w')) is not 0 either, and that is the change of the
+row's sum. In the next round that sum is the one word that changed. What is added for dtype and shape in the end is a
+constant.
 
 Several changed words go unseen only if their changes cancel modulo 2^64, which for changes that know nothing of the
-pseudo-random m has a probability of about 2^-32 at worst: ``mix`` is there because without it the highest bits of two
-words would cancel for certain, whatever the m.
+pseudo-random m has a probability of about 2^-32 or less: that of two words whose highest bit is flipped. (Without
+``mix`` these two would cancel for certain, and without K two words in which the same two bits are flipped.)
 
 The cost is one read of the tensor from memory, and a few passes over a block that fits into a cache.
 """
@@ -33,6 +34,7 @@ from torch import Tensor
 
 ROW = 4096  # words
 _WORD = 8  # bytes
+_K = 0x5851F42D4C957F2D  # odd, with its bits well mixed; any such number would do
 _BLOCK_ROWS = {"cpu": 16}  # rows mixed at once: a core's cache on a CPU, many more where launches are what costs
 _BLOCK_ROWS_ELSEWHERE = 512
 _ROUND_OF_LISTS = 8  # no tensor has so many rounds
@@ -156,9 +158,10 @@ def _sums(tensors: list[Tensor], nbytes: int) -> Tensor:
 
 def _row_sums(words: Tensor, round_number: int) -> Tensor:
     """The sum of each row, of at most :data:`ROW` words."""
-    mixed = words >> 32
+    spread = words * _K
+    mixed = spread >> 32
     mixed &= 0xFFFFFFFF  # the shift of a negative integer shifts ones in
-    mixed ^= words
+    mixed ^= spread
     mixed *= _odd_numbers(round_number, words.device)[: words.shape[1]]
     return mixed.sum(1)
 
