@@ -19,7 +19,7 @@ class BucketedDDPConfig:
         timeout: Seconds.
         normalizers: As ``count``, by name.
         count: A name, or a config with ``_target_`` (and ``_partial_: true``) for a function ``batch -> int``.
-        nonfinite: A string, but YAML reads a bare ``off`` as a boolean.
+        nonfinite: A string, but YAML reads a bare ``off`` as a boolean; so ``same_data`` and ``broadcast_buffers``.
     """
 
     _target_: str = "lightning_dp.BucketedDDPStrategy"
@@ -28,6 +28,12 @@ class BucketedDDPConfig:
     count: Any = "samples"
     nonfinite: Any = "skip"
     max_consecutive_skips: int = 10
+    spike_factor: Optional[float] = None  # noqa: UP045
+    check_replicas_every: int = 1000
+    on_replica_mismatch: str = "raise"
+    same_data: Any = "warn"
+    broadcast_buffers: Any = "step"
+    report_unused_after: int = 50
     overlap: bool = True
     uneven: str = "auto"
     pad_samples: bool = False

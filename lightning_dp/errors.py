@@ -40,6 +40,10 @@ class ReplicaMismatchError(LightningDPError):
     """Ranks no longer hold the same parameters, buffers or optimizer state."""
 
 
+class SameDataError(LightningDPError):
+    """Ranks read the same batches, or their samplers disagree."""
+
+
 class UnevenDataError(LightningDPError):
     """Ranks have different numbers of batches where the settings do not allow it, or cannot go on from a checkpoint."""
 

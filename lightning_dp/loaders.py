@@ -39,6 +39,7 @@ class TrainerLoaders:
         stop_shuffling: What it does to a CombinedLoader when overfitting: ``(combined_loader, stage)``.
 
     Attributes:
+        on_training_loader: Called on all ranks together with a loader that is to be trained on.
         padding: Whether the batch in hand is padding on this rank.
     """
 
@@ -63,6 +64,7 @@ class TrainerLoaders:
         self._allowed_zero_length = trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices
         self._prepare, self._stop_shuffling = prepare, stop_shuffling
         self._preparing_parts = False
+        self.on_training_loader: Callable[[object], None] = lambda loader: None
         self.padding = False
         self._policy: PaddingPolicy | None = None
         self._restored: list[LoaderState] = []
@@ -139,6 +141,8 @@ class TrainerLoaders:
             strict=self._uneven == "error",
             counter=self._counter() if training else None,
         )
+        if training:
+            self.on_training_loader(dataloader.parts[0] if isinstance(dataloader, JointLoader) else dataloader)
         if training and self._restored:
             loader.resume(self._restored)
             self._restored = []

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_dp.errors import NonFiniteGradientError
 from lightning_dp.reduction.ballot import Reason, Verdict
 
-_SAVED = ("attempted", "skipped", "consecutive_skips", "total_count")
+_SAVED = ("attempted", "skipped", "consecutive_skips", "dropped", "total_count")
 
 
 class Progress:
@@ -22,20 +22,25 @@ class Progress:
     Attributes:
         attempted: Optimizer steps taken or skipped; the number of the step under way.
         skipped: Steps skipped.
-        consecutive_skips: Steps skipped for a non-finite gradient since the last step taken.
+        consecutive_skips: Steps skipped for a non-finite gradient or by a veto since the last step taken.
+        dropped: Parts of steps, each of one rank, that were left out for a non-finite gradient.
         total_count: Samples, tokens, ... seen by all ranks.
         last_skipped: Whether the last step was skipped.
+        skipped_in_a_row: Steps skipped since the last one taken, for whatever reason.
+        verdict: On the gradients that there are.
     """
 
     def __init__(self, raises: bool, max_consecutive_skips: int) -> None:
         self._raises = raises
         self._max_consecutive_skips = max_consecutive_skips
-        self._verdict = Verdict()
+        self.verdict = Verdict()
         self.attempted = 0
         self.skipped = 0
         self.consecutive_skips = 0
+        self.dropped = 0
         self.total_count = 0
         self.last_skipped = False
+        self.skipped_in_a_row = 0
 
     def note(self, verdict: Verdict, count: int, carried: bool) -> None:
         """Takes in a reduction's verdict and count.
@@ -48,13 +53,13 @@ class Progress:
             carried: Whether its gradients were added to earlier ones; then one bad part spoils the sum, and a part
                 without data adds nothing.
         """
-        keeps_earlier = carried and (not self._verdict.step or verdict.reason is Reason.EMPTY)
-        if not keeps_earlier or self._verdict.reason is Reason.EMPTY:
-            self._verdict = verdict
+        keeps_earlier = carried and (not self.verdict.step or verdict.reason is Reason.EMPTY)
+        if not keeps_earlier or self.verdict.reason is Reason.EMPTY:
+            self.verdict = verdict
         self.total_count += count
 
     def skips(self, where: str, scaler_skips: bool) -> bool:
-        """Whether the step under way is skipped, by the verdict on the gradients that there are.
+        """Whether the strategy skips the step under way, by the verdict on the gradients that there are.
 
         Args:
             where: Step and batch, for messages.
@@ -63,10 +68,19 @@ class Progress:
         Raises:
             NonFiniteGradientError: If the policy is to raise, or after too many skips in a row.
         """
-        verdict = self._verdict
-        self.last_skipped = verdict.reason is Reason.EMPTY if scaler_skips else not verdict.step
-        if not self.last_skipped:
+        verdict = self.verdict
+        self.last_skipped = not verdict.step
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped else 0
+        by_scaler = scaler_skips and verdict.reason in (Reason.NONFINITE, Reason.OVERFLOW)
+        if verdict.dropped:
+            self.dropped += len(verdict.dropped)
+            rank_zero_warn(
+                f"{where}: {verdict.describe()}; left out of the step, which is that of the other ranks"
+                f" ({self.dropped} parts left out so far)"
+            )
+        if verdict.step or by_scaler:
             self.consecutive_skips = 0
+            self.skipped += by_scaler
         elif verdict.reason is Reason.EMPTY:
             self.skipped += 1
             rank_zero_warn(f"{where}: no rank had data, the step is skipped on all ranks")
@@ -74,12 +88,12 @@ class Progress:
             self.skipped += 1
             self.consecutive_skips += 1
             self._complain(where, verdict)
-        return self.last_skipped
+        return self.last_skipped and not by_scaler
 
     def _complain(self, where: str, verdict: Verdict) -> None:
         cause = f"{where}: {verdict.describe()}"
         row, limit = self.consecutive_skips, self._max_consecutive_skips
-        if self._raises:
+        if self._raises and verdict.reason is not Reason.VETO:
             raise NonFiniteGradientError(f"{cause}; weights are as before this step")
         if row >= limit:
             raise NonFiniteGradientError(
@@ -95,4 +109,4 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`'s result."""
         for name in _SAVED:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))

@@ -13,7 +13,10 @@ from lightning_dp.data.padding import UNEVEN_POLICIES
 from lightning_dp.errors import ConfigurationError
 from lightning_dp.reduction.reducer import ReducerConfig
 
-NONFINITE_POLICIES = ("skip", "raise", "off")
+NONFINITE_POLICIES = ("skip", "raise", "drop_rank", "off")
+REPLICA_ACTIONS = ("warn", "raise", "resync")
+SAME_DATA_POLICIES = ("off", "warn", "raise")
+BUFFER_POLICIES = ("step", "eval", "off")
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 # Lightning's own arguments of a strategy, handed on as they are.
@@ -28,7 +31,6 @@ REFUSED_ARGUMENTS = {
     "ddp_comm_hook": _HOOKS,
     "ddp_comm_wrapper": _HOOKS,
     "model_averaging_period": "replicas are identical after every step, so there is nothing to average now and then",
-    "broadcast_buffers": "buffers are sent from rank 0 once, at the start",
     "delay_all_reduce_named_params": _WHOLE_BUCKETS,
     "param_to_hook_all_reduce": _WHOLE_BUCKETS,
     "mixed_precision": "precision is the Trainer's: Trainer(precision=...)",
@@ -55,6 +57,12 @@ class Settings:
     max_consecutive_skips: int
     uneven: str
     pad_samples: bool
+    spike_factor: float | None
+    check_replicas_every: int
+    on_replica_mismatch: str
+    same_data: str
+    broadcast_buffers: str | bool
+    report_unused_after: int
     timeout: timedelta | float
     start_method: str
 
@@ -62,8 +70,18 @@ class Settings:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_consecutive_skips"):
             _check_positive(name, getattr(self, name))
         _check_positive("timeout", self.seconds)
-        if str(self.nonfinite) == "False":  # YAML reads a bare `off` as false
-            object.__setattr__(self, "nonfinite", "off")
+        for name in ("nonfinite", "same_data", "broadcast_buffers"):
+            if getattr(self, name) is False or getattr(self, name) == "False":  # YAML reads a bare `off` as false
+                object.__setattr__(self, name, "off")
+        if self.broadcast_buffers is True:  # as torch DDP spells it
+            object.__setattr__(self, "broadcast_buffers", "step")
+        if self.spike_factor is not None:
+            _check_positive("spike_factor", self.spike_factor)
+        for name in ("check_replicas_every", "report_unused_after"):
+            _check_not_negative(name, getattr(self, name))
+        _check_choice("on_replica_mismatch", self.on_replica_mismatch, REPLICA_ACTIONS)
+        _check_choice("same_data", self.same_data, SAME_DATA_POLICIES)
+        _check_choice("broadcast_buffers", self.broadcast_buffers, BUFFER_POLICIES)
         _check_choice("nonfinite", self.nonfinite, NONFINITE_POLICIES)
         _check_choice("uneven", self.uneven, UNEVEN_POLICIES)
         _check_choice("start_method", self.start_method, START_METHODS)
@@ -96,6 +114,7 @@ class Settings:
             float(self.first_bucket_cap_mb),
             bool(self.overlap),
             check_nonfinite=self.nonfinite != "off",
+            drop_nonfinite=self.nonfinite == "drop_rank",
         )
 
 
@@ -119,6 +138,11 @@ def check_keywords(keywords: Mapping[str, Any], own: list[str]) -> None:
 def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
         raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
+
+
+def _check_not_negative(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name} must be an integer of at least 0 (0: never), got {value!r}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -24,15 +24,24 @@ from torch.nn import Module, SyncBatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_dp.data.counts import CountFunction, as_count
-from lightning_dp.errors import ConfigurationError, CountWarning, NonFiniteGradientError, UnreducedGradientError
+from lightning_dp.errors import (
+    ConfigurationError,
+    CountWarning,
+    LightningDPError,
+    NonFiniteGradientError,
+    UnreducedGradientError,
+)
+from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
+from lightning_dp.reduction.ballot import Flag
 from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import BASE_ARGUMENTS, INHERENT_ARGUMENTS, Settings, check_keywords
+from lightning_dp.watch import Watch, grad_scale
 
 CHECKPOINT_KEY = "lightning_dp"
 CHECKPOINT_VERSION = 1
@@ -56,8 +65,23 @@ class BucketedDDPStrategy(DDPStrategy):
         first_bucket_cap_mb: Cap on the first bucket launched, in MiB.
         count: What a micro-batch weighs: ``"samples"``, ``"tokens"``, ``"equal"`` or a function ``batch -> int``.
             :meth:`set_count` overrides it for one micro-batch.
-        nonfinite: ``"skip"`` the step on all ranks, ``"raise"`` on all ranks, or do not look (``"off"``).
+        nonfinite: When a rank's gradient holds NaN or Inf, ``"skip"`` the step on all ranks, ``"raise"`` on all ranks,
+            or do not look (``"off"``). ``"drop_rank"`` leaves that rank's part out and steps on the average over the
+            others. What that costs: buckets leave at the end of backward instead of during it, so communication is not
+            hidden; a GPU's host waits once more a step; and the samples of that part are never learnt from.
         max_consecutive_skips: After this many skipped steps in a row all ranks raise.
+        spike_factor: Skip a step whose gradient norm is more than this many times the median of the last 100 taken
+            steps' (from the 20th on); ``None`` does not look. It costs one pass over the gradients.
+        check_replicas_every: After so many steps, and before each checkpoint, compare fingerprints of all ranks'
+            parameters, buffers and optimizer states; 0 never does. It costs one read of them.
+        on_replica_mismatch: ``"raise"`` on all ranks, ``"warn"``, or ``"resync"``: copy from the majority of ranks.
+        same_data: When ranks read the same batches in the first steps of an epoch: ``"warn"``, ``"raise"`` on all
+            ranks, or do not look (``"off"``).
+        broadcast_buffers: Send rank 0's buffers to the others when training has changed them: before the next
+            ``"step"``, as torch DDP does, before an evaluation only (``"eval"``), or never (``"off"``). Buffers that
+            nobody changes are never sent; with BatchNorm, ``"eval"`` saves a message a step and changes no gradient.
+        report_unused_after: After so many steps name the parameters that never had a gradient on any rank, once; 0
+            does not look.
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
         uneven: What a rank does when its data has run out before the others': see
             :class:`lightning_dp.data.padding.PaddingPolicy`; ``"error"`` raises on all ranks.
@@ -80,8 +104,14 @@ class BucketedDDPStrategy(DDPStrategy):
         bucket_cap_mb: float = 25.0,
         first_bucket_cap_mb: float = 1.0,
         count: str | CountFunction = "samples",
-        nonfinite: Literal["skip", "raise", "off"] = "skip",
+        nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
         max_consecutive_skips: int = 10,
+        spike_factor: float | None = None,
+        check_replicas_every: int = 1000,
+        on_replica_mismatch: Literal["warn", "raise", "resync"] = "raise",
+        same_data: Literal["off", "warn", "raise"] = "warn",
+        broadcast_buffers: Literal["step", "eval", "off"] = "step",
+        report_unused_after: int = 50,
         overlap: bool = True,
         uneven: Literal["auto", "skip", "replay", "error"] = "auto",
         pad_samples: bool = False,
@@ -101,6 +131,12 @@ class BucketedDDPStrategy(DDPStrategy):
             normalizers=normalizers,
             nonfinite=nonfinite,
             max_consecutive_skips=max_consecutive_skips,
+            spike_factor=spike_factor,
+            check_replicas_every=check_replicas_every,
+            on_replica_mismatch=on_replica_mismatch,
+            same_data=same_data,
+            broadcast_buffers=broadcast_buffers,
+            report_unused_after=report_unused_after,
             uneven=uneven,
             pad_samples=pad_samples,
             timeout=timeout,
@@ -123,6 +159,9 @@ class BucketedDDPStrategy(DDPStrategy):
         self._reducer: GradientReducer | None = None
         self._reducer_state: dict[str, Any] | None = None
         self._loaders: TrainerLoaders | None = None
+        self._watch: Watch | None = None
+        self._steps_pending = False  # gradients are final and no optimizer has stepped on them
+        self._stop: tuple[int, ...] = ()
         self._count = 1
         self._batch_idx = 0
 
@@ -164,10 +203,51 @@ class BucketedDDPStrategy(DDPStrategy):
         # The average over micro-batches, which all weigh the same, undoes the number of them.
         return loss_sum * (window.micro_batches / max(1, window[by]))
 
+    def veto(self, reason: str) -> None:
+        """Makes all ranks skip the step under way; one rank's veto is enough.
+
+        Call it before the step's last backward has ended, which is when the ranks agree: in ``training_step``,
+        ``on_before_backward`` or a callback that runs by then. Rules on the averaged gradient, which is the same on
+        all ranks, come later: see ``spike_factor``.
+
+        Args:
+            reason: For the message.
+
+        Raises:
+            LightningDPError: If the ranks have agreed on this step already.
+        """
+        assert self._reducer is not None, "veto outside of fit"
+        if self._steps_pending:
+            raise LightningDPError(
+                f"{self._where()}: a veto comes too late, the ranks have agreed on this step at the end of backward;"
+                " cast it before"
+            )
+        self._reducer.veto(reason)
+
+    def request_stop(self) -> None:
+        """Asks all ranks to end the run; they learn of it together, with the next step's ballot."""
+        if self._reducer is not None:
+            self._reducer.flags |= Flag.STOP
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether all ranks know that some rank has called :meth:`request_stop`; the same on every rank."""
+        return bool(self._stop)
+
     @property
     def skipped_steps(self) -> int:
         """Steps that all ranks skipped, over the life of the run (resumes included)."""
         return self._progress.skipped
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps skipped in a row, up to now, for a non-finite gradient or by a veto."""
+        return self._progress.consecutive_skips
+
+    @property
+    def dropped_parts(self) -> int:
+        """Parts of steps, each of one rank, left out under ``nonfinite="drop_rank"``."""
+        return self._progress.dropped
 
     @property
     def last_step_skipped(self) -> bool:
@@ -263,6 +343,11 @@ class BucketedDDPStrategy(DDPStrategy):
                 "training_step(dataloader_iter) fetches its batches itself, so nobody can count them or keep ranks in"
                 " step; take a batch instead: training_step(batch, batch_idx)"
             )
+        if self._settings.reducer.drop_nonfinite and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                "nonfinite='drop_rank' cannot be used with a GradScaler, to which an overflow on any rank says that its"
+                " scale is too high; use nonfinite='skip', or precision='bf16-mixed'"
+            )
         if any(isinstance(optimizer, SparseAdam) for optimizer in self.optimizers):
             raise ConfigurationError("SparseAdam needs sparse gradients, which are made dense here; use Adam")
         if self._ddp_kwargs:
@@ -272,6 +357,17 @@ class BucketedDDPStrategy(DDPStrategy):
         ignored = self._ignored()
         named = [(name, p) for name, p in self.model.named_parameters() if name not in ignored]
         self._reducer = GradientReducer(named, config=self._settings.reducer)
+        self._stop = ()
+        self._watch = Watch(
+            module,
+            lambda: self.optimizers,
+            self._reducer,
+            Wire(),
+            self._settings,
+            ignored,
+            expects_equal_data=bool(getattr(trainer, "overfit_batches", 0)),
+        )
+        self._loaders.on_training_loader = self._compare_samplers
         # Lightning moves step-wise schedulers even if the strategy did not step (training_epoch_loop.py:456).
         loop = trainer.fit_loop.epoch_loop
         loop.update_lr_schedulers = partial(self._update_lr_schedulers, loop.update_lr_schedulers)  # type: ignore[method-assign]
@@ -285,6 +381,7 @@ class BucketedDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Removes the hooks and what was put into Lightning's loops."""
         self._remove_loaders()
+        self._watch = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer_state = self._reducer.state_dict()  # for a checkpoint saved after fit
@@ -307,7 +404,21 @@ class BucketedDDPStrategy(DDPStrategy):
         """Takes note of whether the batch is padding, then moves it."""
         if self._loaders is not None and self.lightning_module is not None:
             self._loaders.take(dataloader_idx)
+            trainer = self.lightning_module.trainer
+            if self._watch is not None and trainer.training:
+                first = trainer.fit_loop.epoch_loop.batch_idx < 0
+                self._watch.receive(batch, self._loaders.padding, trainer.current_epoch, first)
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _compare_samplers(self, loader: object) -> None:
+        if self._watch is not None and self._settings.same_data != "off":
+            self._watch.loader_is_set_up(self._control.gather(describe_sampler(loader)))
+
+    def on_validation_start(self) -> None:
+        """All ranks evaluate with the same buffers."""
+        super().on_validation_start()
+        if self._watch is not None:
+            self._watch.start_evaluation()
 
     def _must_replay(self) -> bool:
         module = self.lightning_module
@@ -328,6 +439,8 @@ class BucketedDDPStrategy(DDPStrategy):
         self._batch_idx = batch_idx
         if self._loaders is not None:
             self._loaders.follow_lengths()
+        if self._watch is not None:
+            self._watch.start_batch(self._progress.attempted)
         if self._reducer is not None and self._reducer.reference is None:
             self._reducer.agree_reference(self._count_of(batch))
 
@@ -381,11 +494,15 @@ class BucketedDDPStrategy(DDPStrategy):
         assert module is not None
         assert self._reducer is not None, "backward without fit"
         self.pre_backward(closure_loss)
+        loss = closure_loss.detach()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         # Lightning has divided the loss by the window's nominal length, also in a shorter last window.
         divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
+        loss = loss * divided_by if divided_by not in (None, 1) else loss
         before = self._reducer.last
-        with self._reducer.backward_pass(self._count, f"batch {self._batch_idx}", divided_by) as weight:
+        assert self._watch is not None
+        self._watch.cast()
+        with self._reducer.backward_pass(self._count, f"batch {self._batch_idx}", divided_by, loss) as weight:
             self.precision_plugin.backward(closure_loss * weight, module, optimizer, *args, **kwargs)
         if self._reducer.last is not before:
             self._note_reduction()
@@ -423,7 +540,11 @@ class BucketedDDPStrategy(DDPStrategy):
             )
         # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
         scaler_skips = getattr(self.precision_plugin, "scaler", None) is not None
-        if self._progress.skips(self._where(rank=False), scaler_skips):
+        self._steps_pending = False
+        skips = self._progress.skips(self._where(rank=False), scaler_skips)
+        if self._progress.last_skipped:
+            self._announce_skip()
+        if skips:
             # Tells torch's schedulers that an optimizer is in use, or the next one to move warns of a wrong order.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             output = result
@@ -431,8 +552,20 @@ class BucketedDDPStrategy(DDPStrategy):
             # The closure has run; the optimizer gets its result. One that asks again (SAM) has it run again.
             results = [result]
             output = super().optimizer_step(optimizer, lambda: results.pop() if results else closure(), model, **kwargs)
+            if self._watch is not None:
+                self._watch.stepped()
         self._progress.attempted += 1
         return output
+
+    def _announce_skip(self) -> None:
+        """Leaves nothing of the step behind, and tells callbacks and the module, if they have ``on_step_skipped``."""
+        module = self.lightning_module
+        assert self._watch is not None and module is not None
+        self._watch.put_back()
+        for listener in (*module.trainer.callbacks, module):  # type: ignore[attr-defined]
+            hook = getattr(listener, "on_step_skipped", None)
+            if callable(hook):
+                hook(module.trainer, module, self._progress.verdict)
 
     def _global_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss over all ranks, for an optimizer that decides by it: by their own losses ranks would part ways."""
@@ -467,9 +600,19 @@ class BucketedDDPStrategy(DDPStrategy):
     def _update_lr_schedulers(
         self, update: Callable[..., None], interval: str, update_plateau_schedulers: bool
     ) -> None:
-        if interval == "step" and self._progress.last_skipped:
+        """A step-wise scheduler does not move for a skipped step, unless its period holds steps that were taken."""
+        if interval != "step" or not self._progress.last_skipped:
+            update(interval, update_plateau_schedulers=update_plateau_schedulers)
             return
-        update(interval, update_plateau_schedulers=update_plateau_schedulers)
+        module = self.lightning_module
+        assert module is not None
+        batches = self._progress.skipped_in_a_row * module.trainer.accumulate_grad_batches
+        every = self.lr_scheduler_configs
+        self.lr_scheduler_configs = [config for config in every if config.frequency > batches]
+        try:
+            update(interval, update_plateau_schedulers=update_plateau_schedulers)
+        finally:
+            self.lr_scheduler_configs = every
 
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
@@ -489,11 +632,14 @@ class BucketedDDPStrategy(DDPStrategy):
             module = self.lightning_module
             # After an exception this rank may be alone.
             alone = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+            if self._watch is not None and not alone:
+                self._watch.check_replicas(self._progress.attempted)
             checkpoint[CHECKPOINT_KEY] = {
                 "version": CHECKPOINT_VERSION,
                 "progress": self._progress.state_dict(),
                 "reducer": reducer_state,
                 "loaders": self._loaders.state(alone) if self._loaders is not None else [],
+                "watch": self._watch.state_dict() if self._watch is not None else None,
                 "window": self._reducer.window_state() if self._reducer is not None and not alone else None,
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -506,7 +652,9 @@ class BucketedDDPStrategy(DDPStrategy):
             return
         self._progress.load_state_dict(state["progress"])
         self._reducer.load_state_dict(state["reducer"])
-        if state["window"] is not None:
+        if self._watch is not None and state.get("watch") is not None:
+            self._watch.load_state_dict(state["watch"])
+        if state.get("window") is not None:
             self._reducer.resume_window(state["window"])
         if self._loaders is not None:
             self._loaders.restore(state["loaders"])
@@ -516,8 +664,12 @@ class BucketedDDPStrategy(DDPStrategy):
     def _note_reduction(self) -> None:
         """Keeps the verdict for the optimizer step, and the figures for the report."""
         assert self._reducer is not None and self._reducer.last is not None
+        assert self._watch is not None
         last = self._reducer.last
-        self._progress.note(last.verdict, last.tally.count, last.carried)
+        verdict = self._watch.judge(last.tally, last.verdict, grad_scale(self.precision_plugin))
+        self._steps_pending = True
+        self._stop = self._stop or last.tally.ranks_with(Flag.STOP)
+        self._progress.note(verdict, last.tally.count, last.carried)
         self._figures.add(last.nbytes, last.messages, last.times.exposed, last.times.backward_end)
         self._plan = self._reducer.plan
 

@@ -15,8 +15,8 @@ ROWS = [
     ["reduction"],
     ["data"],
     ["health"],
-    ["settings", "progress", "loaders"],
-    ["", "strategy", "fabric", "callbacks", "config", "demo"],  # "" is the package itself
+    ["settings", "progress", "loaders", "watch"],
+    ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself
     ["cli"],
 ]
 HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}

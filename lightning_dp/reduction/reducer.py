@@ -222,6 +222,16 @@ class GradientReducer:
         """Whether the parameter is one of those this reducer was given."""
         return id(parameter) in self._ids
 
+    def names_used(self, tally: Tally) -> list[str]:
+        """Names of the parameters for which some rank had a gradient."""
+        return [name for (name, _), users in zip(self._named, tally.users, strict=True) if users]
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm of the averaged gradients, the same on every rank; on a GPU the host waits for it."""
+        flats = [bucket.flat for bucket in self._launcher.buckets if bucket.flat.numel()]
+        norms = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
+        return float(torch.stack([norm.double() for norm in norms]).norm()) if norms else 0.0
+
     @property
     def has_unreduced(self) -> bool:
         """Whether there are gradients that were accumulated outside of :meth:`backward_pass`."""
