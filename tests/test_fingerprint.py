@@ -333,7 +333,8 @@ class Operations(TorchDispatchMode):
         pytest.param(lambda: torch.zeros(8, 64, 64, 129).to(memory_format=torch.channels_last), id="channels_last"),
     ],
 )
-def test_its_memory_is_bounded(form):
+def test_its_memory_is_bounded(form, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     tensor = form()
     with Operations() as operations:
         fingerprint(tensor)

@@ -346,6 +346,24 @@ def test_faults_of_several_ranks_are_told_apart(pool):
     assert said.startswith("ranks 0, 1 of 3 differ from the rest in b, c, d, e, f and 2 more; ")
 
 
+def in_another_order(rank: int) -> list[ReplicaReport]:
+    state = {"a": torch.ones(3), "b": 2, "c": torch.zeros(4), "d": 5}
+    if rank == 1:
+        state = dict(reversed(state.items()))
+    same = ReplicaCheck(Wire(), state.items, "raise").check()
+    if rank == 2:
+        state["c"][1] = -0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [same, ReplicaCheck(Wire(), state.items).check()]
+
+
+def test_another_order_is_no_difference(pool):
+    for same, odd in pool.run(3, in_another_order):
+        assert same == ReplicaReport(3, 4)
+        assert [(d.name, d.odd_ranks) for d in odd.differences] == [("c", (2,))]
+
+
 # ----------------------------------------------------------------------------------------------- what it sends
 
 

@@ -133,7 +133,7 @@ def test_it_does_not_depend_on_strides():
 
 
 @settings(max_examples=50, deadline=None)
-@given(columns=st.integers(2, 400), changed=st.integers(0, 399), seed=st.integers(0, 1000))
+@given(columns=st.integers(2, 50), changed=st.integers(0, 49), seed=st.integers(0, 1000))
 def test_a_change_in_one_column_of_a_large_tensor_is_seen(columns, changed, seed):
     """Were the sample taken at equal distances, it could lie in the columns of padding only."""
     generator = torch.Generator().manual_seed(seed)

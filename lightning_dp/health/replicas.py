@@ -115,9 +115,9 @@ class ReplicaCheck:
 
     Args:
         wire: The ranks.
-        state: Gives the names and values to compare, in the same order on every rank, such as :func:`named_state`
-            does; called anew for each check, so that tensors replaced by assignment are followed. Numbers
-            and strings are compared, too, also inside dictionaries, lists and tuples; other objects are passed over.
+        state: Gives the names and values to compare, as :func:`named_state` does; called anew for each check, so that
+            tensors replaced by assignment are followed. Numbers and strings are compared, too, also inside
+            dictionaries, lists and tuples; other objects are passed over. The same order on every rank is cheapest.
         action: What follows from a difference: ``"warn"`` (rank 0 does), ``"raise"`` on every rank, or ``"resync"``:
             warn, and overwrite the odd ranks' tensors with the majority's. With two ranks there is no majority, so that
             nothing can be put right, and the error is raised.
@@ -150,13 +150,15 @@ class ReplicaCheck:
         if self._agree(snapshot):
             return ReplicaReport(world_size, compared)
         report = ReplicaReport(world_size, compared, self._differences(snapshot))
+        if report.agree:  # the same things in another order
+            return report
         message = f"{where}{': ' * bool(where)}{report.describe()}"
         if self._action == "raise":
             raise ReplicaMismatchError(f"{message}; go on from a checkpoint written before, or use action='resync'")
         if self._action == "resync":
             self._resync(snapshot, report, message)
             report = replace(report, resynced=True)
-            message += "; the majority's values were copied to it"
+            message += "; the majority's values were copied"
         if self._wire.rank == 0:
             warnings.warn(message, stacklevel=2)
         return report
@@ -189,7 +191,12 @@ class ReplicaCheck:
             if not difference.copyable:
                 raise ReplicaMismatchError(f"{message}; {difference.name} cannot be copied, go on from a checkpoint")
         for difference in report.differences:
-            broadcast_from(difference.source, [snapshot.tensors[difference.name]], self._wire)
+            tensor = snapshot.tensors[difference.name].detach()
+            # A group of GPUs does not send what lies on the CPU, as Adam's step counts do.
+            sent = tensor.to(snapshot.prints.device)
+            broadcast_from(difference.source, [sent], self._wire)
+            if sent.device != tensor.device:
+                tensor.copy_(sent)
         if not self._agree(_Snapshot(self._state(), self._device)):
             raise ReplicaMismatchError(f"{message}; they still differ after the majority's values were copied")
 
