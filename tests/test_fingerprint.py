@@ -222,9 +222,12 @@ def test_in_inference_mode_and_after_it():
     assert of(tensor.requires_grad_()) == inside
 
 
-def test_a_sparse_tensor_is_refused():
-    with pytest.raises(TypeError, match=r"dense tensor, not of one with layout torch\.sparse_coo"):
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns that quantized tensors will go
+def test_what_is_not_plain_memory_is_refused():
+    with pytest.raises(TypeError, match=r"dense tensor of numbers, not of torch\.sparse_coo"):
         fingerprint(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"dense tensor of numbers, not of torch\.qint8"):
+        fingerprint(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
 
 
 @pytest.mark.gpu

@@ -95,6 +95,9 @@ BATCHES = {
     "large numpy, other numbers": lambda: np.arange(100_000.0) + 1,
     "sparse": lambda: rows().to_sparse(),
     "sparse rows": lambda: rows(2).to_sparse_csr(),
+    "nested tensor": lambda: torch.nested.nested_tensor([rows(), rows(n=2)]),
+    "jagged tensor": lambda: torch.nested.nested_tensor([rows(5), rows(n=2)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(rows(), 0.1, 0, torch.qint8),
     "large": lambda: torch.arange(100_000.0),
     "large, other numbers": lambda: torch.arange(100_000.0) + 1,
     "long text": lambda: "x" * 5000,
@@ -105,7 +108,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of prototypes, and of what will go
 def test_equal_batches_and_only_they_have_equal_fingerprints():
     found = {name: batch_fingerprint(make()) for name, make in BATCHES.items()}
     assert all(1 <= value < 2**63 for value in found.values())

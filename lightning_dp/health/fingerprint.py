@@ -57,7 +57,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         Zero-dimensional int64 tensor on the device of ``tensor``.
 
     Raises:
-        TypeError: If the tensor is not dense.
+        TypeError: If the tensor is not dense, or quantized.
     """
     return fingerprints([tensor])[0]
 
@@ -74,13 +74,14 @@ def fingerprints(tensors: Sequence[Tensor], device: torch.device | None = None) 
         One-dimensional int64 tensor, as long as ``tensors``.
 
     Raises:
-        TypeError: If one of them is not dense.
+        TypeError: If one of them is not dense, or quantized.
     """
     device = device or home(tensors)
     alike: dict[tuple[torch.dtype, torch.Size, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"a fingerprint is made of a dense tensor, not of one with layout {tensor.layout}")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = tensor.dtype if tensor.is_quantized else tensor.layout
+            raise TypeError(f"a fingerprint is made of a dense tensor of numbers, not of {kind}")
         alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(place)
     found = [torch.empty(0, dtype=torch.int64, device=device)]
     for (dtype, shape, _), places in alike.items():

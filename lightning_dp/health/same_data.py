@@ -158,10 +158,7 @@ _CONTENT = b"="  # begins what is content, other than names of keys and classes
 def _leaves(value: Any, depth: int, inside_object: bool = False) -> Iterator[Any]:
     """Tensors, and bytes that stand for all else, in order."""
     if isinstance(value, Tensor):
-        if value.layout is torch.sparse_coo:
-            yield value._values()
-        else:
-            yield value.values() if value.is_nested or value.layout is not torch.strided else value
+        yield _numbers(value)
     elif _is_numpy(value, "ndarray"):
         picked = value if value.size <= SAMPLE else value.flat[_places(value.size).numpy()]
         yield _CONTENT * bool(value.size) + f"{value.dtype} {value.shape}".encode() + picked.tobytes()
@@ -191,6 +188,15 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return list(getattr(value, "__dict__", {}).items())[:_ITEMS]
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """A tensor of any layout as a dense one, without what a sparse one says of places."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.values()
+    return tensor.int_repr() if tensor.is_quantized else tensor
 
 
 @torch.no_grad()
