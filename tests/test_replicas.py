@@ -119,11 +119,12 @@ def flip_many(rank: int, world_size: int, trials: int) -> list[tuple[str, int, A
     return found
 
 
+@pytest.mark.timeout(400)  # many checks, on as many processors as there are
 def test_300_flipped_bits_are_found_and_their_ranks_named(pool, capsys):
     kinds: dict[str, int] = {}
     ranks: dict[int, list[int]] = {}
     for world_size in (2, 3, 4):
-        results = pool.run(world_size, flip_many, world_size, 100, timeout=100)
+        results = pool.run(world_size, flip_many, world_size, 100, timeout=120)
         assert all(result == results[0] for result in results)
         for name, odd, found in results[0]:
             assert found == ([name], (odd,) if world_size > 2 else ())
@@ -151,8 +152,9 @@ def check_many(rank: int, times: int, step: bool) -> tuple[int, float]:
     return agreed, (time.perf_counter() - start) / times
 
 
+@pytest.mark.timeout(400)
 def test_2000_clean_checks_raise_no_alarm(pool, capsys):
-    still = pool.run(3, check_many, 1700, False, timeout=100)
+    still = pool.run(3, check_many, 1700, False, timeout=240)
     trained_on = pool.run(2, check_many, 300, True, timeout=100)
     assert [agreed for agreed, _ in still] == [1700] * 3
     assert [agreed for agreed, _ in trained_on] == [300] * 2
