@@ -53,6 +53,7 @@ class Watch:
         self._ignored = frozenset(ignored)
         self._expects_equal_data = expects_equal_data
         self._buffers = ModuleBuffers(module, self._ignored)
+        self._sends_buffers = settings.broadcast_buffers == "step"
         self._stale: list[str] = []  # buffers that some rank has changed since rank 0's were sent
         self._changing: set[str] = set()  # those that any rank has ever changed
         self._checked_at = 0
@@ -113,7 +114,7 @@ class Watch:
         """
         if not self._reducer.window_begins:
             return
-        if self._stale and self._settings.broadcast_buffers == "step":
+        if self._stale:
             self._buffers.broadcast(self._wire, self._stale)
             self._stale = []
         every = self._settings.check_replicas_every
@@ -123,7 +124,8 @@ class Watch:
 
     def cast(self) -> None:
         """Before the backward that ends a window: what this rank's ballot is to say."""
-        self._reducer.notes = self._buffers.changed()
+        if self._sends_buffers:
+            self._reducer.notes = self._buffers.changed()
         self._reducer.word, self._word = self._word, None
 
     def judge(self, tally: Tally, verdict: Verdict, scale: float) -> Verdict:
@@ -140,7 +142,7 @@ class Watch:
         Raises:
             SameDataError: If ranks are fed the same data and the policy is to raise.
         """
-        changed = [name for name, ranks in zip(self._buffers.names, tally.notes, strict=True) if ranks]
+        changed = [name for name, ranks in zip(self._buffers.names, tally.notes, strict=False) if ranks]
         self._stale = list(dict.fromkeys([*self._stale, *changed]))
         self._changing.update(changed)
         self._judge_data(tally.words)
@@ -170,7 +172,7 @@ class Watch:
 
     def start_evaluation(self) -> None:
         """All ranks evaluate with rank 0's buffers."""
-        if self._settings.broadcast_buffers != "off" and self._changing:
+        if self._settings.broadcast_buffers != "off":
             self._buffers.broadcast(self._wire)
             self._stale = []
 
@@ -186,8 +188,8 @@ class Watch:
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         def compares(buffer: str) -> bool:
-            in_step = self._settings.broadcast_buffers == "step" and not self._stale
-            return buffer not in self._ignored and (in_step or buffer not in self._changing)
+            own = buffer in self._ignored or not self._sends_buffers
+            return not own and (not self._stale or buffer not in self._changing)
 
         # A sharded optimizer holds another part on every rank.
         whole = [o for o in self._optimizers() if type(o).__name__ != "ZeroRedundancyOptimizer"]

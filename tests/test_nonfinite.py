@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.reduction.ballot import Flag
 from lightning_dp.reduction.buckets import Bucket, plan_buckets
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 
@@ -114,7 +115,7 @@ def on_cpu(*parameters: nn.Parameter) -> Bucket:
 
 
 def as_on_a_gpu(*parameters: nn.Parameter) -> SimpleNamespace:
-    """The same bucket, saying that it lives on a GPU; all operators work on either device."""
+    """The same bucket, saying that it lives on a GPU; all operators used there work on either device."""
     bucket = on_cpu(*parameters)
     flat = SimpleNamespace(device=torch.device("cuda"), numel=bucket.flat.numel)
     return SimpleNamespace(flat=flat, views=bucket.views, layout=bucket.layout)
@@ -157,8 +158,8 @@ def test_the_culprits_are_named(place, gradients, on_the_cpu, on_a_gpu):
     check = check_of(place(*(parameter(grad) for grad in gradients)), ["a", "b"])
     assert check.description() == expected
     flag = check.flag()
-    assert flag == bool(expected)
-    assert (flag.dtype, flag.ndim, flag.device) == (torch.float32, 0, CPU)
+    assert flag == (Flag.NONFINITE if expected else Flag.NONE)
+    assert (flag.dtype, flag.ndim, flag.device) == (torch.int64, 0, CPU)
 
 
 @BRANCHES
@@ -179,13 +180,32 @@ def test_every_position_and_dtype_is_looked_at(place, bad, dtype):
 def test_huge_numbers_are_no_culprits(place, dtype):
     limits = torch.finfo(dtype)
     check = check_of(place(parameter([limits.max, limits.min], dtype)), ["a"])
-    assert check.flag() == 0
+    assert check.flag() == Flag.LARGE
     assert check.description() == ""
 
 
 @BRANCHES
+@EVERY_DTYPE
+@pytest.mark.parametrize("ranks", [1, 4, 300])
+def test_what_is_not_called_large_stays_in_range_as_a_sum(place, dtype, ranks):
+    """If all ranks have it, and their sum is multiplied by as much as goes unchecked, it is still finite."""
+    limit = torch.finfo(dtype).max
+    called = set()
+    for size in (limit, limit / 2, limit / 64, limit / 65 / ranks, limit / 1000 / ranks, 1e-3):
+        check = LocalCheck(["a"], CPU, ranks)
+        check.look(place(parameter([size, -size], dtype)))
+        large = bool(int(check.flag()) & Flag.LARGE)
+        called.add(large)
+        held = torch.tensor(size, dtype=dtype)
+        assert large or torch.isfinite((held.double() * ranks * LocalCheck.MAX_FACTOR).to(dtype))
+    assert called == {False, True}
+
+
+@BRANCHES
 def test_huge_float64_numbers_are_no_culprits(place):
-    assert check_of(place(parameter([1e300, -1e300], torch.float64)), ["a"]).flag() == 0
+    assert check_of(place(parameter([1e150, -1e150], torch.float64)), ["a"]).flag() == Flag.NONE
+    # The square of a larger one leaves the range, so it takes a second look.
+    assert check_of(place(parameter([1e307, -1e307], torch.float64)), ["a"]).flag() == Flag.LARGE
 
 
 @BRANCHES
@@ -214,7 +234,7 @@ def test_a_long_list_is_cut(place, num_bad, more):
 def test_names_follow_the_bucket_and_not_the_order_of_slots(place):
     bucket = place(parameter([1.0]), parameter([INF]))
     # The slots of a bucket of a larger model hold any of its parameters.
-    bucket.layout = SimpleNamespace(indices=(7, 4))
+    bucket.layout = SimpleNamespace(indices=(7, 4), dtype=torch.float32)
     assert check_of(bucket, [f"p{i}" for i in range(9)]).description().startswith("p4 Inf")
 
 
@@ -225,7 +245,7 @@ def test_a_window_of_several_buckets(place):
     assert check.flag() == 0  # nothing looked at yet
     for index, grad in enumerate([[1.0], [NAN], [2.0]]):
         bucket = place(parameter(grad))
-        bucket.layout = SimpleNamespace(indices=(index,))
+        bucket.layout = SimpleNamespace(indices=(index,), dtype=torch.float32)
         check.look(bucket)
     assert check.flag() == 1
     assert check.description().startswith("b NaN") and "c" not in check.description()

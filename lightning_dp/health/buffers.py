@@ -7,11 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.health.fingerprint import fingerprints
 from lightning_dp.reduction.wire import Wire
 
 
 class ModuleBuffers:
     """The buffers of a module, looked up by name each time, so that one replaced by assignment is followed.
+
+    Whether a buffer changes is seen by its version, which autograd counts up, in every window. Not all writes are
+    counted: those of ``F.batch_norm`` and through ``.data`` are not. So in the first windows, and now and then later,
+    values are compared, too. A buffer that has changed once is taken to change always.
 
     Args:
         module: The module. Its buffers' names are those that it has now.
@@ -23,23 +28,32 @@ class ModuleBuffers:
 
     # A larger buffer is copied at the start of a window only if it is known to change: most large ones are constants.
     ALWAYS_COPIED_NBYTES = 2**20
+    FIRST_COMPARED = 4
+    COMPARED_EVERY = 64
 
     def __init__(self, module: nn.Module, ignored: Iterable[str] = ()) -> None:
         ignored = frozenset(ignored)
         self._module = module
         self.names = [name for name, _ in module.named_buffers() if name not in ignored]
+        self._windows = 0
         self._marks: dict[str, tuple[int, int]] = {}
+        self._compared: list[str] = []
+        self._prints: Tensor | None = None
         self._copies: dict[str, Tensor] = {}
-        self._known_to_change: set[str] = set()
+        self._known: set[str] = set()
 
     def begin(self) -> None:
         """Remembers the buffers as they are at the start of an accumulation window."""
         buffers = self._lookup()
-        self._marks = {name: _mark(buffer) for name, buffer in buffers.items()}
+        self._marks = {name: _mark(buffer) for name, buffer in buffers.items() if name not in self._known}
+        compares = self._windows < self.FIRST_COMPARED or self._windows % self.COMPARED_EVERY == 0
+        self._windows += 1
+        self._compared = list(self._marks) if compares else []
+        self._prints = fingerprints([buffers[name] for name in self._compared]) if self._compared else None
         for name, buffer in buffers.items():
             if not (buffer.is_floating_point() or buffer.is_complex()):
                 continue
-            if buffer.nbytes > self.ALWAYS_COPIED_NBYTES and name not in self._known_to_change:
+            if buffer.nbytes > self.ALWAYS_COPIED_NBYTES and name not in self._known:
                 continue
             copy = self._copies.get(name)
             if copy is not None and copy.shape == buffer.shape and copy.dtype == buffer.dtype:
@@ -50,9 +64,12 @@ class ModuleBuffers:
     def changed(self) -> list[bool]:
         """For each name whether the buffer was written to, or replaced, since :meth:`begin`."""
         buffers = self._lookup()
-        changed = [name in buffers and _mark(buffers[name]) != self._marks.get(name) for name in self.names]
-        self._known_to_change.update(name for name, has in zip(self.names, changed, strict=True) if has)
-        return changed
+        self._known.update(name for name, mark in self._marks.items() if _mark(buffers.get(name)) != mark)
+        if self._prints is not None and all(name in buffers for name in self._compared):
+            differs = fingerprints([buffers[name] for name in self._compared]) != self._prints
+            self._known.update(name for name, does in zip(self._compared, differs.tolist(), strict=True) if does)
+            self._prints = None
+        return [name in self._known for name in self.names]
 
     def put_back(self) -> list[str]:
         """Gives floating-point buffers the values that they had at :meth:`begin`.
@@ -60,22 +77,18 @@ class ModuleBuffers:
         Returns:
             Names of those that have changed and of which there was no copy.
         """
+        self.changed()
         buffers = self._lookup()
-        lost = []
-        for name, has_changed in zip(self.names, self.changed(), strict=True):
+        for name, copy in self._copies.items():
             buffer = buffers.get(name)
-            if not has_changed or buffer is None or not (buffer.is_floating_point() or buffer.is_complex()):
-                continue
-            copy = self._copies.get(name)
-            if copy is None:
-                lost.append(name)
-            elif copy.shape == buffer.shape:
+            if buffer is not None and copy.shape == buffer.shape:
                 # Through `data`: the graph of a loss that is still alive must not find its saved tensors changed.
                 buffer.data.copy_(copy)
             else:
                 owner, _, last = name.rpartition(".")
                 setattr(self._module.get_submodule(owner), last, copy.clone())
-        return lost
+        floating = {n for n, b in buffers.items() if b.is_floating_point() or b.is_complex()}
+        return [name for name in self.names if name in self._known & floating and name not in self._copies]
 
     def broadcast(self, wire: Wire, names: Iterable[str] | None = None) -> None:
         """Overwrites every rank's buffers with rank 0's, bit for bit, in one message; all ranks together.
@@ -101,6 +114,6 @@ class ModuleBuffers:
         return {name: buffer for name, buffer in self._module.named_buffers() if name in known}
 
 
-def _mark(buffer: Tensor) -> tuple[int, int]:
-    """Changes when a buffer is written to or replaced; autograd counts the writes."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
+def _mark(buffer: Tensor | None) -> tuple[int, int]:
+    """Changes when a buffer is replaced, or written to in a way that autograd counts."""
+    return id(buffer), -1 if buffer is None or buffer.is_inference() else buffer._version

@@ -28,6 +28,7 @@ class Flag(enum.IntFlag):
     NONFINITE = 1  # its own gradients hold NaN or Inf
     VETO = 2  # it wants this step skipped
     STOP = 4  # it wants to end the run after this step
+    LARGE = 8  # its gradients are finite, but so large that the sum may overflow
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def encode(ballot: Ballot, flag: Tensor, rank: int, world_size: int) -> Tensor:
 
     Args:
         ballot: What this rank casts.
-        flag: Zero-dimensional tensor that holds 1 if this rank's gradients are not finite, else 0; may still be being
-            computed on a GPU, so it is never read by the host here.
+        flag: Zero-dimensional tensor with the flags that come from this rank's gradients; may still be being computed
+            on a GPU, so it is never read by the host here.
         rank: This rank.
         world_size: Number of ranks.
 

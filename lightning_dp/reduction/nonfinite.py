@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_dp.reduction.ballot import Flag
 from lightning_dp.reduction.buckets import Bucket
 
 
@@ -32,25 +34,37 @@ def scale_and_check_(flat: Tensor, factor: float = 1.0) -> Tensor:
     return found
 
 
+def _norm(flat: Tensor) -> float:
+    """Euclidean norm, Inf where its square leaves the range."""
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        return float(torch.linalg.vector_norm(flat, dtype=torch.float32))
+    return math.sqrt(float(torch.dot(flat, flat)))
+
+
 class LocalCheck:
     """Looks for non-finite values among this rank's own gradients, before they are summed.
 
-    After the sum every rank holds the NaN and nobody knows whose it was, so this is the only moment to tell.
+    After the sum every rank holds the NaN and nobody knows whose it was, so this is the only moment to tell. And where
+    all ranks find that their gradients are far from the largest number there is, their sum need not be looked at.
 
     Args:
         names: Name of each parameter of the plan.
         device: Where the gradients are.
+        ranks: How many ranks' gradients are added up.
     """
 
     MAX_NAMED = 3
+    MAX_FACTOR = 64.0  # a sum may be multiplied by this much and stays in range, if no rank said LARGE
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+    def __init__(self, names: Sequence[str], device: torch.device, ranks: int = 1) -> None:
         self._names = names
         self._device = device
+        self._ranks = ranks
         self.reset()
 
     def reset(self) -> None:
         """Forgets the last window."""
+        self._flags = Flag.NONE
         self._found: list[Tensor] = []
         self._suspects: list[tuple[Bucket, Tensor]] = []
         self._described: list[str] = []
@@ -59,24 +73,31 @@ class LocalCheck:
         """Looks at one filled bucket. Never makes a GPU's host wait."""
         if bucket.flat.numel() == 0:
             return
+        limit = torch.finfo(bucket.layout.dtype).max / (self._ranks * self.MAX_FACTOR)
         if bucket.flat.device.type == "cpu":
-            found = scale_and_check_(bucket.flat)
-            if found:
-                self._described += self._describe(bucket)
-            self._found.append(found)
+            # The norm is the cheapest reading of memory there is: NaN and Inf show in it, and so do large numbers.
+            if not _norm(bucket.flat) <= limit:
+                if scale_and_check_(bucket.flat):
+                    self._flags |= Flag.NONFINITE
+                    self._described += self._describe(bucket)
+                else:
+                    self._flags |= Flag.LARGE
         else:
             # The gradients are overwritten by their sum before the host knows the flag, so what names the culprit
             # is kept aside on the device: the largest absolute value of each gradient, NaN if it holds one.
             views = [torch.view_as_real(v) if v.is_complex() else v for v in bucket.views if v.numel()]
             peaks = torch.stack(torch._foreach_norm(views, float("inf")))
-            self._found.append((~torch.isfinite(peaks)).any().float())
+            finite = torch.isfinite(peaks)
+            nonfinite, large = (~finite).any(), (finite & (peaks > limit)).any()
+            self._found.append(nonfinite * int(Flag.NONFINITE) + large * int(Flag.LARGE))
             self._suspects.append((bucket, peaks))
 
     def flag(self) -> Tensor:
-        """1.0 if any bucket looked at was not finite, else 0.0; stays on the device."""
-        if not self._found:
-            return torch.zeros((), device=self._device)
-        return torch.stack([found.to(self._device) for found in self._found]).amax()
+        """What was found in the buckets looked at, as :class:`Flag` bits; stays on the device."""
+        flags = torch.full((), int(self._flags), device=self._device)
+        for found in self._found:
+            flags |= found.to(self._device)
+        return flags
 
     def description(self) -> str:
         """The first bad parameters of this rank, ready for a message; empty if there are none."""

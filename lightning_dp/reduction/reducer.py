@@ -299,7 +299,7 @@ class GradientReducer:
         self._parameters = [p for _, p in self._named]
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._timeline = Timeline(self._device)
-        self._check = LocalCheck([name for name, _ in self._named], self._device)
+        self._check = LocalCheck([name for name, _ in self._named], self._device, self.wire.world_size)
         self._arrivals: Arrivals | None = None
         self._expected: list[int] | None = None
         self._recall()
@@ -425,7 +425,7 @@ class GradientReducer:
             return
         if self.config.drop_nonfinite:
             self._launcher.prepare_rest()
-            if self._check.flag():
+            if int(self._check.flag()) & Flag.NONFINITE:
                 self._launcher.leave_out()
                 self._count = 0
         self._launcher.launch_rest()
@@ -450,7 +450,7 @@ class GradientReducer:
         )
         self.flags, self.word = Flag.NONE, None
         factor = self._final_factor(tally, divided_by)
-        overflow = self._scale(factor)
+        overflow = self._scale(factor, tally)
         carried = bool(self._carry)
         verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
         self._publish(tally)
@@ -476,11 +476,12 @@ class GradientReducer:
             return (total * tally.micro_batches) / (micro_batches * tally.count)
         return (total * self.wire.world_size * divided_by) / (micro_batches * tally.count)
 
-    def _scale(self, factor: float) -> bool:
+    def _scale(self, factor: float, tally: Tally) -> bool:
         """Multiplies all buckets; tells whether a sum is not finite, the same on every rank."""
         found = []
+        in_range = not tally.ranks_with(Flag.LARGE) and factor <= LocalCheck.MAX_FACTOR
         for bucket in self._launcher.buckets:
-            if self.config.check_nonfinite and bucket.flat.numel():
+            if self.config.check_nonfinite and not in_range and bucket.flat.numel():
                 found.append(scale_and_check_(bucket.flat, factor))
             elif factor != 1.0:
                 bucket.flat.mul_(factor)
