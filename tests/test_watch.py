@@ -133,6 +133,47 @@ def test_the_losses_of_a_window_tell_which_micro_batch_was_bad(pool: RankPool) -
     assert all(float(loss) > 0 for loss in (losses[0], losses[2]))
 
 
+class InEveryPrecision(Poisoned):
+    """Keeps what each step started from and ended at."""
+
+    def __init__(self, batches: dict[int, tuple[int, ...]]) -> None:
+        super().__init__(batches)
+        self.net = self.net.float()
+        self.optimizer = "sgd"  # Adam's epsilon is 0 in float16
+        self.states: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.states.append(flat(self.net))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        dtype = self.net[0].weight.dtype
+        return super().training_step({key: value.to(dtype) for key, value in batch.items()}, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.states.append(flat(self.net))
+
+
+def fit_in_precision(rank: int, precision: str) -> tuple:
+    module = InEveryPrecision({3: (1,)})
+    trainer = trainer_of("bucketed_ddp", 2, max_epochs=1, precision=precision)
+    with Collects() as collected:
+        trainer.fit(module, loader(first_ranks(2), rank))
+    return module.states, collected.lines, trainer.strategy.skipped_steps
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-true"])
+def test_the_vote_works_in_every_precision(pool: RankPool, precision: str) -> None:
+    results = pool.run(2, fit_in_precision, precision)
+    (line,) = results[0][1]
+    assert line.startswith("step 3, batch 3: non-finite gradient: rank 1: ")
+    for states, _, skipped in results:
+        assert skipped == 1
+        for batch in range(6):
+            assert torch.equal(states[2 * batch], states[2 * batch + 1]) == (batch == 3)
+        assert torch.equal(states[-1], results[0][0][-1])
+        assert torch.isfinite(states[-1]).all()
+
+
 # ------------------------------------------------------------------------------------------- drop_rank
 
 
