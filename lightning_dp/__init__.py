@@ -1,10 +1,12 @@
 """Synchronous data parallelism for Lightning that takes the step one device would take.
 
-Importing this package makes ``Trainer(strategy="bucketed_ddp")`` known to Lightning.
+Importing this package makes ``Trainer(strategy="bucketed_ddp")`` and ``Fabric(strategy="bucketed_ddp")`` known to
+Lightning.
 """
 
+from lightning_dp import fabric
 from lightning_dp.reduction import GradientReducer, ReducerConfig
 from lightning_dp.strategy import BucketedDDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["BucketedDDPStrategy", "GradientReducer", "ReducerConfig", "__version__"]
+__all__ = ["BucketedDDPStrategy", "GradientReducer", "ReducerConfig", "__version__", "fabric"]

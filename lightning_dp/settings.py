@@ -118,12 +118,13 @@ class Settings:
         )
 
 
-def check_keywords(keywords: Mapping[str, Any], own: list[str]) -> None:
+def check_keywords(keywords: Mapping[str, Any], own: list[str], base: tuple[str, ...] = BASE_ARGUMENTS) -> None:
     """Refuses what has no meaning here, with the reason, and what nobody knows, with what there is.
 
     Args:
         keywords: Arguments other than the strategy's own.
         own: Names of the strategy's own.
+        base: Names of those that Lightning's strategy takes.
 
     Raises:
         ConfigurationError: For the first such argument.
@@ -131,7 +132,7 @@ def check_keywords(keywords: Mapping[str, Any], own: list[str]) -> None:
     for name in keywords:
         if name in REFUSED_ARGUMENTS:
             raise ConfigurationError(f"{name} cannot be used with bucketed_ddp: {REFUSED_ARGUMENTS[name]}")
-        if name not in (*BASE_ARGUMENTS, *INHERENT_ARGUMENTS):
+        if name not in (*base, *INHERENT_ARGUMENTS):
             raise ConfigurationError(f"bucketed_ddp has no argument {name!r}; its own are {', '.join(own)}")
 
 
