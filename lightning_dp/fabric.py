@@ -21,7 +21,7 @@ from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import Settings, check_keywords
+from lightning_dp.settings import NAMES, Settings, check_keywords
 
 _BASE_ARGUMENTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision")
 
@@ -146,10 +146,10 @@ class BucketedDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds ``bucketed_ddp`` and its start-method variants to a registry of Fabric's."""
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            if f"bucketed_ddp{suffix}" not in strategy_registry:
+        for name, start_method in NAMES.items():
+            if name not in strategy_registry:
                 strategy_registry.register(
-                    f"bucketed_ddp{suffix}",
+                    name,
                     cls,
                     description=f"Count-weighted bucketed data parallelism with `start_method` '{start_method}'",
                     start_method=start_method,

@@ -17,6 +17,13 @@ NONFINITE_POLICIES = ("skip", "raise", "drop_rank", "off")
 REPLICA_ACTIONS = ("warn", "raise", "resync")
 SAME_DATA_POLICIES = ("off", "warn", "raise")
 BUFFER_POLICIES = ("step", "eval", "off")
+# The strategy's names in Lightning's registries, and how each starts the other local processes.
+NAMES = {
+    "bucketed_ddp": "popen",
+    "bucketed_ddp_spawn": "spawn",
+    "bucketed_ddp_fork": "fork",
+    "bucketed_ddp_notebook": "fork",
+}
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 # Lightning's own arguments of a strategy, handed on as they are.

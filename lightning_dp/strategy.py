@@ -40,7 +40,7 @@ from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import BASE_ARGUMENTS, INHERENT_ARGUMENTS, Settings, check_keywords
+from lightning_dp.settings import BASE_ARGUMENTS, INHERENT_ARGUMENTS, NAMES, Settings, check_keywords
 from lightning_dp.watch import Watch, grad_scale
 
 CHECKPOINT_KEY = "lightning_dp"
@@ -285,12 +285,7 @@ class BucketedDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Adds ``bucketed_ddp`` and its start-method variants to a registry of Lightning's."""
-        for name, start_method in (
-            ("bucketed_ddp", "popen"),
-            ("bucketed_ddp_spawn", "spawn"),
-            ("bucketed_ddp_fork", "fork"),
-            ("bucketed_ddp_notebook", "fork"),
-        ):
+        for name, start_method in NAMES.items():
             if name not in strategy_registry:
                 strategy_registry.register(
                     name,

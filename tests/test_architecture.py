@@ -15,7 +15,7 @@ ROWS = [
     ["reduction"],
     ["data"],
     ["health"],
-    ["settings", "progress", "loaders", "watch"],
+    ["settings", "progress", "loaders", "watch", "other_namespaces"],
     ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself
     ["cli"],
 ]
