@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankFailureError
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dp.errors import StructureMismatchError
+from lightning_dp.errors import ConfigurationError, StructureMismatchError
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
 
@@ -122,6 +122,16 @@ def test_the_error_reaches_the_caller(pool):
     assert {rank: type(error) for rank, error in caught.value.errors.items()} == dict.fromkeys(
         range(2), StructureMismatchError
     )
+
+
+def test_a_lazy_parameter_is_named_until_its_module_has_seen_a_batch():
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ConfigurationError) as caught:
+        verify_same_structure(module.named_parameters(), Wire())
+    assert str(caught.value).startswith("the shape of '1.weight' is not known yet, as its module is a lazy one: run a")
+    assert "\n" not in str(caught.value)
+    module(torch.ones(1, 2))
+    verify_same_structure(module.named_parameters(), Wire())
 
 
 # ----------------------------------------------------------------------------------------------- values

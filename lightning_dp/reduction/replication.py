@@ -8,8 +8,9 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from lightning_dp.errors import StructureMismatchError
+from lightning_dp.errors import ConfigurationError, StructureMismatchError
 from lightning_dp.reduction.wire import Wire
 
 
@@ -23,6 +24,7 @@ def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wir
         wire: The ranks to compare with.
 
     Raises:
+        ConfigurationError: If a tensor belongs to a lazy module that has not seen a batch yet.
         StructureMismatchError: On every rank, naming the first rank and tensor that differ from rank 0's.
     """
     described = [_describe(name, tensor) for name, tensor in named_tensors]
@@ -43,6 +45,11 @@ def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wir
 
 
 def _describe(name: str, tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        raise ConfigurationError(
+            f"the shape of '{name}' is not known yet, as its module is a lazy one: run a batch through the module"
+            " before training, for instance in __init__ or setup, so that all replicas can start from rank 0's values"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     # Gradients lie in memory as their parameters do, so a sum over different strides would mix elements.
     strides = "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
