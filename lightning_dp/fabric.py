@@ -50,7 +50,8 @@ class BucketedDDPStrategy(DDPStrategy):
     Args:
         bucket_cap_mb: Cap on a bucket in MiB.
         first_bucket_cap_mb: Cap on the first bucket launched, in MiB.
-        nonfinite: ``"skip"`` the step on all ranks, ``"raise"`` on all ranks, or do not look (``"off"``).
+        nonfinite: ``"skip"`` the step on all ranks, ``"raise"`` on all ranks, ``"drop_rank"`` (leave a bad rank out of
+            the step, at the price that communication is not hidden), or do not look (``"off"``).
         max_consecutive_skips: After this many skipped steps in a row all ranks raise.
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
@@ -66,7 +67,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self,
         bucket_cap_mb: float = 25.0,
         first_bucket_cap_mb: float = 1.0,
-        nonfinite: Literal["skip", "raise", "off"] = "skip",
+        nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
         max_consecutive_skips: int = 10,
         overlap: bool = True,
         process_group_backend: str | None = None,

@@ -42,11 +42,6 @@ class Progress:
         self.last_skipped = False
         self.skipped_in_a_row = 0
 
-    @property
-    def verdict(self) -> Verdict:
-        """The ranks' verdict on the gradients that there are."""
-        return self._verdict
-
     def note(self, verdict: Verdict, count: int, carried: bool) -> None:
         """Takes in a reduction's verdict and count.
 

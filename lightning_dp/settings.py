@@ -47,7 +47,7 @@ REFUSED_ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a user chose; see :class:`lightning_dp.BucketedDDPStrategy` for the meanings.
 
@@ -64,12 +64,12 @@ class Settings:
     max_consecutive_skips: int
     uneven: str
     pad_samples: bool
-    spike_factor: float | None
-    check_replicas_every: int
-    on_replica_mismatch: str
-    same_data: str
-    broadcast_buffers: str | bool
-    report_unused_after: int
+    spike_factor: float | None = None
+    check_replicas_every: int = 0
+    on_replica_mismatch: str = "raise"
+    same_data: str = "off"
+    broadcast_buffers: str | bool = "off"
+    report_unused_after: int = 0
     timeout: timedelta | float
     start_method: str
 
