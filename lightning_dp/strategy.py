@@ -33,6 +33,7 @@ from lightning_dp.errors import (
 )
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
+from lightning_dp.launch import ProgramLauncher
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.ballot import Flag
@@ -293,6 +294,13 @@ class BucketedDDPStrategy(DDPStrategy):
                     description=f"Count-weighted bucketed data parallelism with `start_method` '{start_method}'",
                     start_method=start_method,
                 )
+
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = ProgramLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            super()._configure_launcher()
 
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         # Hooks sit on the parameters, so nothing is wrapped and any method of the module may be called.

@@ -1,0 +1,78 @@
+"""How the other ranks of a node are started from the program of its first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lightning_dp.hydra_job import job_name, save_job
+
+# Set for the ranks that were started, and looked at by Lightning to tell whether there are any.
+PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+OWNER = "LIGHTNING_DP_JOB"  # which job they were set for, and what they were before
+RERUN_WARNING = "ignore:Experimental rerun CLI option"
+
+
+class ProgramLauncher(_SubprocessScriptLauncher):
+    """Starts the other local ranks by running the program again; under Hydra, each runs rank 0's job and no other.
+
+    In a sweep every job starts ranks of its own, and the group of the job before it is taken down.
+    """
+
+    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+        leave_earlier_job()
+        super().__init__(cluster_environment, num_processes, num_nodes)
+
+    def _call_children_scripts(self) -> None:
+        self._check_can_spawn_children()
+        before = {name: os.environ.get(name) for name in PLACE}
+        environment = self.cluster_environment
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        os.environ[OWNER] = json.dumps({"job": job_name(), "before": before})
+        for local_rank in range(1, self.num_processes):
+            rank = environment.node_rank() * self.num_processes + local_rank
+            command, folder = _command(rank)
+            self.procs.append(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(local_rank)}, cwd=folder))
+
+
+def leave_earlier_job() -> None:
+    """Forgets the ranks that an earlier Hydra job of this process started, as they ended with it."""
+    owner = json.loads(os.environ.get(OWNER, "{}"))
+    if not owner or owner["job"] == job_name() or os.environ.get("LOCAL_RANK") != "0":
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in {**owner["before"], OWNER: None}.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _command(rank: int) -> tuple[Sequence[str], str | None]:
+    """What runs this program once more as ``rank``, and in which folder."""
+    if job_name() is None:
+        return _basic_subprocess_cmd(), None
+    from hydra.utils import get_original_cwd
+
+    import __main__
+
+    folder = get_original_cwd()
+    spec = __main__.__spec__
+    program = ["-m", spec.name] if spec is not None else [str(Path(folder, sys.argv[0]))]
+    return [sys.executable, "-W", RERUN_WARNING, *program, "--experimental-rerun", str(save_job(rank))], folder
