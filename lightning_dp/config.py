@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -43,9 +43,40 @@ class BucketedDDPConfig:
     start_method: str = "popen"
 
 
+@dataclass
+class LauncherConfig:
+    """Schema of the config group ``launcher`` of ``lightning-dp-submit``; ``conf/launcher`` says what is what.
+
+    Attributes:
+        tasks_per_node: A number; any type, as ``trainer.devices`` may be a list.
+    """
+
+    scheduler: str = "slurm"
+    sbatch: list[str] = field(default_factory=lambda: ["sbatch"])
+    job_name: str = "lightning-dp"
+    nodes: int = 1
+    tasks_per_node: Any = 1
+    cpus_per_task: Optional[int] = None  # noqa: UP045
+    gpus_per_node: Any = None
+    memory: Optional[str] = None  # noqa: UP045
+    time: Optional[str] = None  # noqa: UP045
+    partition: Optional[str] = None  # noqa: UP045
+    account: Optional[str] = None  # noqa: UP045
+    qos: Optional[str] = None  # noqa: UP045
+    options: dict[str, Any] = field(default_factory=dict)
+    srun_arguments: list[str] = field(default_factory=list)
+    max_parallel: Optional[int] = None  # noqa: UP045
+    signal_seconds: Optional[int] = 120  # noqa: UP045
+    folder: str = "runs/slurm"
+    setup: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    command: Optional[list[str]] = None  # noqa: UP045
+
+
 def register_configs() -> None:
-    """Makes the schema known to Hydra; it stands outside ``strategy`` so as not to be offered as a choice there."""
+    """Makes the schemas known to Hydra; they stand outside their groups so as not to be offered as choices there."""
     ConfigStore.instance().store(group="schema/strategy", name="bucketed_ddp", node=BucketedDDPConfig)
+    ConfigStore.instance().store(group="schema/launcher", name="launcher", node=LauncherConfig)
 
 
 def config_directory() -> Path:

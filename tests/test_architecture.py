@@ -15,12 +15,13 @@ ROWS = [
     ["reduction"],
     ["data"],
     ["health"],
+    ["cluster"],
     ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch"],
-    ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo", ""],  # "" is the package itself
+    ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo", "", ""],  # "" is the package itself
     ["cli"],
 ]
 HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}
-WINGS = ("reduction", "insight", "data", "health")  # plain PyTorch
+WINGS = ("reduction", "insight", "data", "health", "cluster")  # plain PyTorch
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
 TOUCH_PRIVATE_PARTS = (f"{ROOT}.strategy", f"{ROOT}.launch")
 

@@ -57,12 +57,15 @@ def test_the_wheel_holds_the_package_its_configuration_and_its_licence(wheel: Pa
     assert [name for name in names if "test" in name or name.endswith(".pyc")] == []
 
 
-def test_the_wheel_names_the_program(wheel: Path) -> None:
+def test_the_wheel_names_the_programs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [entry_points] = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
         parsed = configparser.ConfigParser()
         parsed.read_string(archive.read(entry_points).decode())
-    assert dict(parsed["console_scripts"]) == {"lightning-dp-train": "lightning_dp.cli.train:main"}
+    programs = {path.stem for path in (ROOT / "lightning_dp/cli").glob("*.py")} - {"__init__", "one_line_errors"}
+    assert dict(parsed["console_scripts"]) == {
+        f"lightning-dp-{name}": f"lightning_dp.cli.{name}:main" for name in programs
+    }
 
 
 CALLBACK = """
