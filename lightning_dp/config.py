@@ -41,6 +41,7 @@ class BucketedDDPConfig:
     process_group_backend: Optional[str] = None  # noqa: UP045 - omegaconf 2.3 knows no `str | None`
     timeout: float = 1800.0
     start_method: str = "popen"
+    preflight: Optional[float] = 120.0  # noqa: UP045
 
 
 @dataclass

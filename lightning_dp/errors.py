@@ -12,6 +12,10 @@ class ConfigurationError(ValueError):
     """A setting that the user passed cannot be used; the message lists what can."""
 
 
+class PreflightError(LightningDPError):
+    """Ranks are missing, differ, or cannot reach each other (see :mod:`lightning_dp.health.preflight`)."""
+
+
 class CountError(LightningDPError, ValueError):
     """A micro-batch has no usable count (see :mod:`lightning_dp.data.counts`)."""
 

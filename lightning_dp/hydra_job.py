@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_dp.errors import ConfigurationError
 
@@ -25,6 +26,15 @@ def job_name() -> str | None:
     hydra = HydraConfig.get()
     number = None if hydra.mode != RunMode.MULTIRUN else hydra.job.num
     return f"{hydra.runtime.output_dir}#{number}"
+
+
+def configuration_fingerprint() -> str | None:
+    """A hash of the configuration that Hydra composed, without Hydra's own part; ``None`` outside of Hydra."""
+    if not HydraConfig.initialized():
+        return None
+    config = _composed()
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return sha256(OmegaConf.to_yaml(own, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def save_job(rank: int) -> Path:

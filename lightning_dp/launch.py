@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from lightning_dp.cluster.start import refuse_wrong_start
 from lightning_dp.hydra_job import job_name, save_job
 
 # Set for the ranks that were started, and looked at by Lightning to tell whether there are any.
@@ -31,6 +34,11 @@ class ProgramLauncher(_SubprocessScriptLauncher):
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         leave_earlier_job()
         super().__init__(cluster_environment, num_processes, num_nodes)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Refuses a wrong start, then starts the other local ranks, if nobody else did, and calls ``function``."""
+        refuse_wrong_start(os.environ, self.num_processes, self.num_nodes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()

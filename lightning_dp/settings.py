@@ -72,6 +72,7 @@ class Settings:
     report_unused_after: int = 0
     timeout: timedelta | float
     start_method: str
+    preflight: float | None
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_consecutive_skips"):
@@ -82,8 +83,9 @@ class Settings:
                 object.__setattr__(self, name, "off")
         if self.broadcast_buffers is True:  # as torch DDP spells it
             object.__setattr__(self, "broadcast_buffers", "step")
-        if self.spike_factor is not None:
-            _check_positive("spike_factor", self.spike_factor)
+        for name in ("spike_factor", "preflight"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         for name in ("check_replicas_every", "report_unused_after"):
             _check_not_negative(name, getattr(self, name))
         _check_choice("on_replica_mismatch", self.on_replica_mismatch, REPLICA_ACTIONS)

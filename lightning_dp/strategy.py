@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from lightning_dp.arrival import meet
 from lightning_dp.data.counts import CountFunction, as_count
 from lightning_dp.errors import (
     ConfigurationError,
@@ -92,6 +93,8 @@ class BucketedDDPStrategy(DDPStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
         timeout: How long a rank waits for another one; a timedelta or seconds.
         start_method: How Lightning starts the other local processes: ``"popen"``, ``"spawn"`` or ``"fork"``.
+        preflight: Seconds within which all ranks must have started; before the process group is made they find out
+            who is missing, differs or cannot be reached. ``None`` does not look.
         **kwargs: Lightning's own strategy arguments (``cluster_environment``, ``checkpoint_io``, ...). Of torch DDP's,
             ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and ignored, as
             what they are for is always so here.
@@ -120,6 +123,7 @@ class BucketedDDPStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        preflight: float | None = 120.0,
         **kwargs: Any,
     ) -> None:
         own = list(inspect.signature(BucketedDDPStrategy).parameters)[:-1]
@@ -142,6 +146,7 @@ class BucketedDDPStrategy(DDPStrategy):
             pad_samples=pad_samples,
             timeout=timeout,
             start_method=start_method,
+            preflight=preflight,
         )
         super().__init__(
             process_group_backend=process_group_backend,
@@ -376,7 +381,15 @@ class BucketedDDPStrategy(DDPStrategy):
         loop.update_lr_schedulers = partial(self._update_lr_schedulers, loop.update_lr_schedulers)  # type: ignore[method-assign]
 
     def setup_distributed(self) -> None:
-        """Makes the process group and, beside one that works on GPUs, one for small messages between hosts."""
+        """Meets the other ranks; makes the process group and, beside one for GPUs, one for small messages of hosts.
+
+        Raises:
+            PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
+        """
+        self.set_world_ranks()
+        if self._settings.preflight is not None:
+            assert self.cluster_environment is not None
+            meet(self.cluster_environment, self._settings.preflight)
         super().setup_distributed()
         on_host = not dist.is_initialized() or self._process_group_backend == "gloo"
         self._control = Wire(None if on_host else dist.new_group(backend="gloo", timeout=self._timeout))

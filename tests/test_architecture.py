@@ -16,8 +16,8 @@ ROWS = [
     ["data"],
     ["health"],
     ["cluster"],
-    ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch"],
-    ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo", "", ""],  # "" is the package itself
+    ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch", "arrival"],
+    ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself
     ["cli"],
 ]
 HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}

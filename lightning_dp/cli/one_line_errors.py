@@ -11,14 +11,14 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_dp.errors import ConfigurationError
+from lightning_dp.errors import ConfigurationError, PreflightError
 
 EXIT_CODE = 2
 
 
 @contextmanager
 def one_line_errors() -> Generator[None, None, None]:
-    """Turns a configuration error into one line on stderr and exit code 2; other errors pass.
+    """Turns an error of configuration or start into one line on stderr and exit code 2; other errors pass.
 
     Put it around a Hydra program for what goes wrong while the configuration is composed, and around the body of its
     task for what goes wrong while objects are built from it: Hydra adds lines of its own to errors that leave a task.
@@ -27,6 +27,9 @@ def one_line_errors() -> Generator[None, None, None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
+    except PreflightError as error:
+        print(f"wrong start: {error}", file=sys.stderr)
+        sys.exit(EXIT_CODE)
     except (HydraException, OmegaConfBaseException, ConfigurationError) as error:
         line = _one_line(error)
         if line is None:

@@ -15,10 +15,10 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dp.cli.one_line_errors import one_line_errors
-from lightning_dp.cluster.figures import Figure, require_agreement
+from lightning_dp.cluster.figures import Figure, device_count, require_agreement
 from lightning_dp.cluster.sbatch import BatchScript
 from lightning_dp.config import config_directory, register_configs
 from lightning_dp.errors import ConfigurationError
@@ -87,19 +87,6 @@ def _figures(cfg: DictConfig) -> tuple[int, int]:
         figures.append(Figure("GPUs per node", devices, "trainer.devices", gpus, "launcher.gpus_per_node"))
     require_agreement(figures, "set them alike")
     return int(launcher.nodes), tasks
-
-
-def device_count(devices: Any) -> int | None:
-    """How many devices Lightning's ``devices`` means: ``2``, ``"2"``, ``[0, 3]`` or ``"0,3"``; ``None`` for all."""
-    if OmegaConf.is_list(devices) or isinstance(devices, (list, tuple)):
-        return len(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
-    try:
-        count = int(devices)
-    except (TypeError, ValueError):
-        return None
-    return count if count > 0 else None
 
 
 def _config_directories() -> list[str]:

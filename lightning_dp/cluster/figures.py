@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_dp.errors import ConfigurationError
 
@@ -81,3 +82,16 @@ def slurm_figures(environment: Mapping[str, str], devices: int, nodes: int) -> l
 
 def _first(environment: Mapping[str, str], *names: str) -> tuple[int, str] | None:
     return next(((int(environment[name]), name) for name in names if environment.get(name, "").isdigit()), None)
+
+
+def device_count(devices: Any) -> int | None:
+    """How many devices Lightning's ``devices`` means: ``2``, ``"2"``, ``[0, 3]`` or ``"0,3"``; ``None`` for all."""
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return len(devices)
+    try:
+        count = int(devices)
+    except (TypeError, ValueError):
+        return None
+    return count if count > 0 else None

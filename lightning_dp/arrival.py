@@ -1,0 +1,50 @@
+"""All ranks of a run meet before Lightning makes the process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+from lightning_dp.cluster.start import is_torchrun, slurm_hosts
+from lightning_dp.health.preflight import Meeting, Place, preflight, versions
+from lightning_dp.hydra_job import configuration_fingerprint
+
+
+def meet(environment: ClusterEnvironment, limit: float) -> Meeting | None:
+    """Waits until all ranks are there, alike and within reach; under SLURM, settles on a free port of rank 0's host.
+
+    Args:
+        environment: Lightning's view of the ranks; it knows this process's.
+        limit: Seconds that rank 0 waits for the last rank.
+
+    Returns:
+        What was found; ``None`` for a single rank, and if the process group is there already.
+
+    Raises:
+        PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
+    """
+    if environment.world_size() == 1 or dist.is_initialized():
+        return None
+    facts = versions() | {"configuration": configuration_fingerprint() or "none of Hydra's"}
+    meeting = preflight(_place(environment), limit, facts)
+    if isinstance(environment, SLURMEnvironment):
+        # Its own port follows from the job's number, so that another job on the host may have the same one.
+        os.environ["MASTER_PORT"] = str(meeting.port)
+    return meeting
+
+
+def _place(environment: ClusterEnvironment) -> Place:
+    address, port = environment.main_address, environment.main_port
+    if is_torchrun(os.environ):
+        parts = [os.environ["TORCHELASTIC_RUN_ID"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), address, port]
+    elif isinstance(environment, SLURMEnvironment):
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        parts = [os.environ.get(name, "0") for name in names]
+    else:
+        parts = [address, port]
+    hosts = slurm_hosts(os.environ) if isinstance(environment, SLURMEnvironment) else []
+    run = " ".join(map(str, parts))
+    return Place(environment.global_rank(), environment.world_size(), address, port, run, hosts)

@@ -1,0 +1,82 @@
+"""Starts that would hang or make a smaller world are refused, from environment variables alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dp.cluster.start import expand_nodes, refuse_wrong_start, slurm_hosts
+from lightning_dp.errors import ConfigurationError
+
+# As SLURM 22.05 sets them for `sbatch --nodes=2 --ntasks-per-node=2`: in the batch script, and in a task of srun.
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+BATCH |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_NODELIST": "node[1-2]"}
+TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+# One torchrun per node, two ranks each.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+}
+AGENTS = {**TASK, **TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+ALONE = {**BATCH, "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
+HALF = {**TASK, "SLURM_STEP_NUM_TASKS": "2"}  # a silently smaller world
+CROWD = {**AGENTS, "SLURM_STEP_NUM_TASKS": "4"}
+BASH = {**TASK, "SLURM_JOB_NAME": "bash"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "nodes"),
+    [
+        pytest.param({}, 2, 1, id="no cluster"),
+        pytest.param(TASK, 2, 2, id="srun"),
+        pytest.param(TORCHRUN, 2, 2, id="torchrun"),
+        pytest.param(AGENTS, 2, 2, id="one torchrun per node of SLURM"),
+        pytest.param(ALONE, 1, 1, id="one task needs no srun"),
+        pytest.param({**BATCH, "SLURM_JOB_NAME": "interactive"}, 2, 1, id="local ranks in an interactive job"),
+        pytest.param({**BASH, "SLURM_PTY_PORT": "1"}, 2, 1, id="local ranks in srun --pty bash"),
+    ],
+)
+def test_right_starts_pass(environment: dict[str, str], devices: int, nodes: int) -> None:
+    refuse_wrong_start(environment, devices, nodes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "nodes", "words"),
+    [
+        pytest.param(BATCH, 2, 2, ["4 tasks", "not started by srun", "srun python train.py"], id="sbatch alone"),
+        pytest.param(BASH, 2, 2, ["the job's name is 'bash'", "--job-name=train"], id="interactive name"),
+        pytest.param(TASK, 4, 2, ["4 (trainer.devices)", "2 (SLURM_NTASKS_PER_NODE)", "<-- differs"], id="fewer tasks"),
+        pytest.param(TASK, 2, 1, ["1 (trainer.num_nodes)", "2 (SLURM_STEP_NUM_NODES)"], id="more nodes"),
+        pytest.param(HALF, 2, 2, ["4 (trainer.devices x trainer.num_nodes)", "2 (SLURM_STEP_NUM_TASKS)"], id="half"),
+        pytest.param(ALONE, 2, 1, ["2 (trainer.devices)", "1 (SLURM_NTASKS_PER_NODE)"], id="one task for two devices"),
+        pytest.param(TORCHRUN, 4, 1, ["4 (trainer.devices)", "2 (LOCAL_WORLD_SIZE)", "--nproc"], id="torchrun"),
+        pytest.param(CROWD, 2, 2, ["2 (torchrun --nnodes)", "4 (SLURM_STEP_NUM_TASKS)"], id="a torchrun per task"),
+    ],
+)
+def test_wrong_starts_are_refused(environment: dict[str, str], devices: int, nodes: int, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        refuse_wrong_start(environment, devices, nodes)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("a", ["a"]),
+        ("a,b-1", ["a", "b-1"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("n[08-10,2]x,m", ["n08x", "n09x", "n10x", "n2x", "m"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+    ],
+)
+def test_lists_of_nodes(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+def test_the_host_of_each_rank() -> None:
+    step = {"SLURM_STEP_NODELIST": "a[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+    assert slurm_hosts({**TASK, **step}) == ["a1", "a1", "a2", "a2", "a3"]
+    assert slurm_hosts({}) == []
