@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint slurm clean
 
 # The environment: the versions of constraints.txt, the package itself editable.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -16,6 +16,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+# A SLURM for the tests that use one; they are skipped without it.
+slurm:
+	tests/install_slurm.sh
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

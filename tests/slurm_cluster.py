@@ -112,8 +112,11 @@ class SlurmCluster:
 
     def job(self, job: str) -> dict[str, str]:
         """What the controller knows of a job; of an array's task, with ``job`` as ``ARRAY_TASK``."""
-        done = self.client("scontrol", "-o", "show", "job", job)
-        assert done.returncode == 0, done.stderr
+        for _ in range(3):  # a controller on a busy machine may not answer at once
+            done = self.client("scontrol", "-o", "show", "job", job)
+            if done.returncode == 0:
+                break
+        assert done.returncode == 0, f"scontrol ended with {done.returncode}: {done.stdout}{done.stderr}"
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
     def wait(self, job: str, limit: float, states: Sequence[str] = ENDED) -> dict[str, str]:

@@ -1,0 +1,162 @@
+"""Trainings on a real SLURM of two nodes, submitted as a user submits them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from slurm_cluster import SlurmCluster
+from test_train_program import Finished, run_program
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+PYTHON = Path(sys.executable)
+SHAPE = ["trainer.num_nodes=2", "trainer.devices=2", "launcher.cpus_per_task=1"]
+QUICK = ["callbacks=none", "logger=none", "test=false", "trainer.max_epochs=1"]
+LIMIT = 120  # seconds that a job of four ranks gets
+
+
+def submit(slurm: SlurmCluster, folder: Path, *overrides: str) -> str:
+    """The job id that ``lightning-dp-submit`` tells."""
+    finished = command(slurm, folder, PYTHON, "-m", "lightning_dp.cli.submit", *overrides)
+    assert finished.code == 0, finished.output
+    found = re.search(r"submitted job (\d+); output and runs: (.*)", finished.output)
+    assert found, finished.output
+    assert found[2] == str(folder / "runs/slurm")
+    return found[1]
+
+
+def command(slurm: SlurmCluster, folder: Path, *words: str | Path) -> Finished:
+    return run_program(["env", *(f"{k}={v}" for k, v in slurm.environment.items()), *words], folder, 60)
+
+
+def output(folder: Path, job: str) -> str:
+    return (folder / f"runs/slurm/{job}.out").read_text()
+
+
+def table(text: str) -> dict[str, str]:
+    lines = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+def test_a_training_of_two_nodes_with_two_ranks_each(slurm: SlurmCluster, tmp_path: Path) -> None:
+    name = "digits $(touch broken) `x` \"q\" 'p' é"
+    job = submit(slurm, tmp_path, *SHAPE, *QUICK, "launcher.job_name='" + name.replace("'", "\\'") + "'")
+    ended = slurm.wait(job, LIMIT)
+    text = output(tmp_path, job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), text
+    told = table(text)
+    # 1,296 images are 324 for each of four ranks: 20 batches of 16 and one of 4.
+    assert (told["world size"], told["optimizer steps"], told["samples seen"]) == ("4", "21", "1,296")
+    assert OmegaConf.load(tmp_path / f"runs/slurm/{job}/config.yaml").trainer.num_nodes == 2
+    listed = slurm.client("squeue", "--states=all", "--noheader", "--format=%j", "--jobs", job).stdout
+    assert listed.rstrip("\n") == name
+    assert not (tmp_path / "broken").exists()
+
+
+def test_a_sweep_is_an_array_whose_tasks_run_one_point_each(slurm: SlurmCluster, tmp_path: Path) -> None:
+    shape = ["trainer.num_nodes=1", "trainer.devices=1", "launcher.cpus_per_task=1"]
+    few = ["+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1"]
+    job = submit(slurm, tmp_path, "-m", "model.learning_rate=0.01,0.02", *shape, *QUICK, *few)
+    for task, rate in enumerate((0.01, 0.02)):
+        ended = slurm.wait(f"{job}_{task}", LIMIT)
+        text = output(tmp_path, f"{job}_{task}")
+        assert ended["JobState"] == "COMPLETED", text
+        assert table(text)["optimizer steps"] == "2"
+        saved = OmegaConf.load(tmp_path / f"runs/slurm/{job}_{task}/config.yaml")
+        assert saved.model.learning_rate == rate
+
+
+def script(folder: Path, *lines: str) -> Path:
+    file = folder / "job.sbatch"
+    file.write_text("\n".join(["#!/bin/bash", "set -e", *lines]) + "\n")
+    return file
+
+
+TRAIN = f"{PYTHON} -m lightning_dp.cli.train {' '.join(QUICK)} hydra.run.dir=run"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "line", "words"),
+    [
+        pytest.param(
+            ["--nodes=2", "--ntasks-per-node=2"],
+            f"exec {TRAIN} trainer.num_nodes=2 trainer.devices=2",
+            ["SLURM has 4 tasks for this job, but this process was not started by srun"],
+            id="sbatch without srun",
+        ),
+        pytest.param(
+            ["--nodes=2", "--ntasks-per-node=1"],
+            f"exec srun --kill-on-bad-exit=1 {TRAIN} trainer.num_nodes=2 trainer.devices=2",
+            ["2 (trainer.devices)", "1 (SLURM_NTASKS_PER_NODE)", "2 (SLURM_STEP_NUM_TASKS)"],
+            id="fewer tasks than devices",
+        ),
+        pytest.param(
+            ["--nodes=2", "--ntasks-per-node=1"],
+            # The second rank is there, but never arrives.
+            "exec srun --kill-on-bad-exit=1 bash -c '[ $SLURM_PROCID = 1 ] && exec sleep 200; exec "
+            f"{TRAIN} trainer.num_nodes=2 trainer.devices=1 strategy.preflight=3'",
+            ["wrong start: 1 of 2 ranks did not arrive at node1", "missing rank 1 on node2; there rank 0 on node1"],
+            id="a rank that never arrives",
+        ),
+    ],
+)
+def test_a_wrong_start_ends_the_job_with_its_reason(
+    slurm: SlurmCluster, tmp_path: Path, tasks: list[str], line: str, words: list[str]
+) -> None:
+    job = slurm.submit(*tasks, "--output=out", script(tmp_path, line), folder=tmp_path)
+    assert slurm.wait(job, 60)["JobState"] == "FAILED"
+    text = (tmp_path / "out").read_text()
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_the_preflight_command_tells_hosts_and_versions(slurm: SlurmCluster, tmp_path: Path) -> None:
+    line = f"exec srun {PYTHON} -m lightning_dp.cli.preflight trainer.num_nodes=2 trainer.devices=1"
+    file = script(tmp_path, "export COLUMNS=160", line)
+    job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--output=out", file, folder=tmp_path)
+    ended = slurm.wait(job, 60)
+    text = (tmp_path / "out").read_text()
+    assert ended["JobState"] == "COMPLETED", text
+    rows = [line.strip("│").split("│")[:2] for line in text.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["0", "node1"], ["1", "node2"]]
+    assert torch.__version__.split("+")[0] in text
+    assert "all right: met in" in text
+
+
+def test_two_torchruns_train_together(slurm: SlurmCluster, tmp_path: Path) -> None:
+    agent = f"{PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$SLURM_NODEID"
+    agent += " --master-addr=node1 --master-port=$((20000 + $SLURM_JOB_ID))"
+    program = f"{TRAIN.removeprefix(str(PYTHON))} trainer.num_nodes=2 trainer.devices=2 +trainer.limit_train_batches=2"
+    file = script(tmp_path, f"exec srun --kill-on-bad-exit=1 bash -c 'exec {agent} {program}'")
+    job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--output=out", file, folder=tmp_path)
+    ended = slurm.wait(job, LIMIT)
+    text = (tmp_path / "out").read_text()
+    assert ended["JobState"] == "COMPLETED", text
+    assert (table(text)["world size"], table(text)["optimizer steps"]) == ("4", "2")
+
+
+def test_a_task_that_is_killed_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, *SHAPE, *QUICK, "trainer.max_epochs=10000", "trainer.devices=1")
+    ranks = wait_for_training(slurm, tmp_path, job)
+    os.kill(ranks[1], signal.SIGKILL)
+    start = time.monotonic()
+    assert slurm.wait(job, 30)["JobState"] == "FAILED"
+    assert time.monotonic() - start < 20
+    assert slurm.pids(job, "lightning_dp.cli.train") == {}
+
+
+def wait_for_training(slurm: SlurmCluster, folder: Path, job: str) -> dict[int, int]:
+    """Process ids of the ranks, once they train."""
+    deadline = time.monotonic() + LIMIT
+    while not (folder / f"runs/slurm/{job}/config.yaml").exists() or "All distributed" not in output(folder, job):
+        assert time.monotonic() < deadline, output(folder, job)
+        time.sleep(0.2)
+    time.sleep(1)
+    return slurm.pids(job, "lightning_dp.cli.train")
