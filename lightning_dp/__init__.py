@@ -5,6 +5,7 @@ Lightning.
 """
 
 from lightning_dp import fabric
+from lightning_dp.callbacks import SafeRequeue
 from lightning_dp.other_namespaces import refuse_in_other_namespaces
 from lightning_dp.reduction import GradientReducer, ReducerConfig
 from lightning_dp.strategy import BucketedDDPStrategy
@@ -12,4 +13,4 @@ from lightning_dp.strategy import BucketedDDPStrategy
 refuse_in_other_namespaces()
 
 __version__ = "0.1.0"
-__all__ = ["BucketedDDPStrategy", "GradientReducer", "ReducerConfig", "__version__", "fabric"]
+__all__ = ["BucketedDDPStrategy", "GradientReducer", "ReducerConfig", "SafeRequeue", "__version__", "fabric"]

@@ -16,7 +16,7 @@ ROWS = [
     ["data"],
     ["health"],
     ["cluster"],
-    ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch", "arrival"],
+    ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch", "arrival", "stop_signals"],
     ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself
     ["cli"],
 ]

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import BucketedDDPStrategy
+from lightning_dp import BucketedDDPStrategy, SafeRequeue
 from lightning_dp.cli.train import main
 from lightning_dp.config import BucketedDDPConfig, config_directory, drop_unused_arguments, register_configs
 from lightning_dp.demo.convnet import DigitsNet
@@ -37,8 +37,10 @@ CHOICES: dict[tuple[str, str], Any] = {
         "best_checkpoint": ModelCheckpoint,
         "last_checkpoint": ModelCheckpoint,
         "progress_bar": TQDMProgressBar,
+        "safe_requeue": SafeRequeue,
     },
     ("callbacks", "none"): {},
+    ("callbacks", "requeue"): {"safe_requeue": SafeRequeue},
     ("callbacks", "progress_bar"): {"progress_bar": TQDMProgressBar},
     ("data", "digits"): DigitsDataModule,
     ("experiment", "quick"): None,  # no object of its own

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +143,24 @@ def test_two_torchruns_train_together(slurm: SlurmCluster, tmp_path: Path) -> No
     assert (table(text)["world size"], table(text)["optimizer steps"]) == ("4", "2")
 
 
+# Says that it trains, and leaves time for a signal.
+SLOW = """
+import os, time
+from pathlib import Path
+from lightning_dp.demo.convnet import DigitsNet
+
+class Net(DigitsNet):
+    def training_step(self, batch, batch_idx):
+        Path(f"training.{os.environ['SLURM_JOB_ID']}.{self.global_rank}").touch()
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+"""
+
+
 def test_a_task_that_is_killed_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, *SHAPE, *QUICK, "trainer.max_epochs=10000", "trainer.devices=1")
+    (tmp_path / "slow.py").write_text(SLOW)
+    long = ["trainer.max_epochs=10000", "trainer.devices=1", "model._target_=slow.Net"]
+    job = submit(slurm, tmp_path, *SHAPE, *QUICK, *long)
     ranks = wait_for_training(slurm, tmp_path, job)
     os.kill(ranks[1], signal.SIGKILL)
     start = time.monotonic()
@@ -153,10 +170,37 @@ def test_a_task_that_is_killed_ends_the_job(slurm: SlurmCluster, tmp_path: Path)
 
 
 def wait_for_training(slurm: SlurmCluster, folder: Path, job: str) -> dict[int, int]:
-    """Process ids of the ranks, once they train."""
+    """Process ids of the ranks, once all of them train."""
     deadline = time.monotonic() + LIMIT
-    while not (folder / f"runs/slurm/{job}/config.yaml").exists() or "All distributed" not in output(folder, job):
+    while not {path.name for path in folder.glob("training.*")} >= {f"training.{job}.{rank}" for rank in (0, 1)}:
         assert time.monotonic() < deadline, output(folder, job)
         time.sleep(0.2)
-    time.sleep(1)
     return slurm.pids(job, "lightning_dp.cli.train")
+
+
+def test_a_signal_to_one_task_requeues_the_job_which_ends_as_if_nothing_had_happened(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    long = [*QUICK, "callbacks=default", "trainer.max_epochs=3", "trainer.devices=1", "trainer.num_nodes=2"]
+    long += ["launcher.cpus_per_task=1", "model._target_=slow.Net"]
+    (tmp_path / "slow.py").write_text(SLOW)
+    whole, job = submit(slurm, tmp_path, *long), submit(slurm, tmp_path, *long)
+    ranks = wait_for_training(slurm, tmp_path, job)
+    os.kill(ranks[1], signal.SIGUSR1)
+    slurm.wait(job, 30, states=["PENDING", "REQUEUED"])
+    assert (tmp_path / f"runs/slurm/{job}/stopped.ckpt").exists()
+    ended = slurm.wait(job, LIMIT)
+    text = output(tmp_path, job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), text
+    assert len(re.findall(r"stopped after step \d+ by SIGUSR1 on rank 1; job \d+ was requeued", text)) == 1
+    assert "Restoring states from the checkpoint path at" in text
+    slurm.wait(whole, LIMIT)
+    first, second = (last_checkpoint(tmp_path, one) for one in (whole, job))
+    assert first["global_step"] == second["global_step"] == 3 * 41
+    assert all(torch.equal(first["state_dict"][name], value) for name, value in second["state_dict"].items())
+    assert not (tmp_path / f"runs/slurm/{job}/stopped.ckpt").exists()
+
+
+def last_checkpoint(folder: Path, job: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / f"runs/slurm/{job}/checkpoints/last.ckpt", weights_only=True)
+    return loaded

@@ -54,7 +54,7 @@ def check(cfg: DictConfig) -> None:
         console = Console()
         console.print(_table(meeting))
         console.print(
-            f"met in {meeting.seconds:.2f} s; first all-reduce on {device.type} in {seconds:.2f} s: all right"
+            f"all right: met in {meeting.seconds:.2f} s, first all-reduce on {device.type} in {seconds:.2f} s"
         )
 
 

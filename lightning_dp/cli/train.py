@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from lightning_dp.callbacks import SafeRequeue
 from lightning_dp.cli.one_line_errors import one_line_errors
 from lightning_dp.config import config_directory, drop_unused_arguments, register_configs
 from lightning_dp.insight.run_report import RunReport
@@ -39,16 +40,18 @@ def train(cfg: DictConfig) -> dict[str, float]:
     seed_everything(cfg.seed, workers=True, verbose=False)
     data: LightningDataModule = instantiate(drop_unused_arguments(cfg, "data", overrides))
     model: LightningModule = instantiate(drop_unused_arguments(cfg, "model", overrides))
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
-        callbacks=[instantiate(callback) for callback in cfg.callbacks.values()],
+        callbacks=callbacks,
         logger=[instantiate(logger) for logger in cfg.logger.values()],
     )
     if trainer.is_global_zero:
         OmegaConf.save(cfg, Path(cfg.output_dir) / "config.yaml", resolve=True)
 
-    trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
+    stopped = next((callback.checkpoint for callback in callbacks if isinstance(callback, SafeRequeue)), None)
+    trainer.fit(model, data, ckpt_path=stopped or cfg.ckpt_path)
     metrics = dict(trainer.callback_metrics)
     if cfg.test:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
