@@ -8,13 +8,17 @@ from __future__ import annotations
 import inspect
 import warnings
 
+import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 
 
@@ -113,3 +117,25 @@ def test_torchs_fused_operators_take_these_arguments() -> None:
     torch._foreach_zero_(copies)
     assert not copies[0].any()
     assert torch._foreach_norm([tensor], float("inf"))[0] == 0.5
+
+
+def test_children_are_started_by_one_method_with_a_list_of_processes() -> None:
+    source = inspect.getsource(_SubprocessScriptLauncher.launch)
+    assert (
+        "if not self.cluster_environment.creates_processes_externally:\n            self._call_children_scripts()"
+        in source
+    )
+    assert parameters_of(_SubprocessScriptLauncher._call_children_scripts) == ["self"]
+    assert "self.procs: list[subprocess.Popen] = []" in inspect.getsource(_SubprocessScriptLauncher.__init__)
+
+
+def test_the_signal_connector_asks_itself_for_its_handler_and_keeps_the_originals() -> None:
+    source = inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "= [self._sigterm_notifier_fn]" in source
+    assert "not self._has_already_handler(sigusr)" in source
+    assert "self._original_handlers = self._get_current_signal_handlers()" in source
+
+
+def test_hydras_configuration_knows_the_one_that_it_is_a_part_of() -> None:
+    assert "self.cfg.hydra._set_parent(cfg)" in inspect.getsource(HydraConfig.set_config)
+    assert "experimental_rerun" in inspect.getsource(hydra.main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,25 @@ def test_without_a_cluster_the_program_ends_as_by_the_signal(pool: RankPool, tmp
     assert [found["code"] for found in stopped] == [128 + signal.SIGTERM, 0]
     assert [found["step"] for found in stopped] == [1, 1]
     assert stopped[0]["next"] == str(tmp_path / "stopped.ckpt")
+
+
+def fit_under_submitit(rank: int, folder: str, signals: Signals) -> dict:
+    """:func:`fit` where submitit has installed handlers: one that ends rank 0, and one that does nothing."""
+    mine = {USR2: lambda *_: sys.exit(-1), TERM: lambda *_: None}
+    before = {name: signal.signal(signal.Signals[name], handler) for name, handler in mine.items()}
+    try:
+        found = fit(rank, folder, signals)
+        return {"step": found["step"], "code": found["code"], "same": found["left"] == found["before"]}
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+
+@pytest.mark.parametrize("name", [USR2, TERM])
+def test_submitits_handlers_are_taken_over_and_put_back(pool: RankPool, tmp_path: Path, name: str) -> None:
+    first, second = pool.run(2, fit_under_submitit, str(tmp_path), {(0, 1): [name], (1, 2): [name]}, timeout=100)
+    assert first == {"step": 1, "code": 128 + signal.Signals[name], "same": True}
+    assert second == {"step": 1, "code": 0, "same": True}
 
 
 def fit_alone(rank: int, folder: str) -> str:

@@ -18,6 +18,7 @@ from test_train_program import Finished, run_program
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).parents[1]
 PYTHON = Path(sys.executable)
 SHAPE = ["trainer.num_nodes=2", "trainer.devices=2", "launcher.cpus_per_task=1"]
 QUICK = ["callbacks=none", "logger=none", "test=false", "trainer.max_epochs=1"]
@@ -34,8 +35,8 @@ def submit(slurm: SlurmCluster, folder: Path, *overrides: str) -> str:
     return found[1]
 
 
-def command(slurm: SlurmCluster, folder: Path, *words: str | Path) -> Finished:
-    return run_program(["env", *(f"{k}={v}" for k, v in slurm.environment.items()), *words], folder, 60)
+def command(slurm: SlurmCluster, folder: Path, *words: str | Path, limit: float = 60) -> Finished:
+    return run_program(["env", *(f"{k}={v}" for k, v in slurm.environment.items()), *words], folder, limit)
 
 
 def output(folder: Path, job: str) -> str:
@@ -60,6 +61,36 @@ def test_a_training_of_two_nodes_with_two_ranks_each(slurm: SlurmCluster, tmp_pa
     listed = slurm.client("squeue", "--states=all", "--noheader", "--format=%j", "--jobs", job).stdout
     assert listed.rstrip("\n") == name
     assert not (tmp_path / "broken").exists()
+
+
+def test_the_example_without_hydra(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    file = ROOT / "examples/slurm/train.sbatch"
+    text = file.read_text().replace(" python ", f" {PYTHON} ")
+    (tmp_path / "train.sbatch").write_text(text)
+    job = slurm.submit("train.sbatch", folder=tmp_path)
+    ended = slurm.wait(job, LIMIT)
+    output = (tmp_path / f"digits-{job}.out").read_text()
+    assert ended["JobState"] == "COMPLETED", output
+    # 324 images a rank are 21 batches, in each of two epochs.
+    assert "4 ranks took 42 steps" in output.splitlines()
+
+
+def test_a_sweep_through_submitit(slurm: SlurmCluster, tmp_path: Path) -> None:
+    shape = [
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+        "hydra.launcher.cpus_per_task=1",
+        "hydra.launcher.timeout_min=5",
+    ]
+    few = ["+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "hydra.sweep.dir=sweep"]
+    sweep = ["-m", "hydra/launcher=slurm", "model.learning_rate=0.01", *shape, *QUICK, *few]
+    finished = command(slurm, tmp_path, PYTHON, "-m", "lightning_dp.cli.train", *sweep, limit=LIMIT)
+    assert finished.code == 0, finished.output
+    [log] = (tmp_path / "sweep/.submitit").glob("*/*_0_log.out")
+    told = table(log.read_text())
+    assert (told["world size"], told["optimizer steps"]) == ("2", "2")
+    assert OmegaConf.load(tmp_path / "sweep/0/config.yaml").model.learning_rate == 0.01
 
 
 def test_a_sweep_is_an_array_whose_tasks_run_one_point_each(slurm: SlurmCluster, tmp_path: Path) -> None:
