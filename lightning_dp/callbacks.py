@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from lightning_dp.cluster.requeue import Requeued, requeue
 from lightning_dp.errors import ConfigurationError
 from lightning_dp.stop_signals import StopSignals
+from lightning_dp.strategy import BucketedDDPStrategy
 
 FILE = "stopped.ckpt"
 
@@ -25,9 +27,9 @@ class StoppedBySignal(SystemExit):
 class SafeRequeue(Callback):
     """Stops all ranks after the same optimizer step when any of them gets a signal, saves, and requeues the job once.
 
-    The signal's handler only takes note of it. All ranks agree at the end of an optimizer step, write one checkpoint,
-    rank 0 asks SLURM to start the job again, and the program ends. Started again in the same folder, the run goes on
-    from there::
+    The signal's handler only takes note of it. All ranks agree in the ballot of an optimizer step (under strategies
+    without one, in a message of its own), write one checkpoint, rank 0 asks SLURM to start the job again, and the
+    program ends. Started again in the same folder, the run goes on from there::
 
         requeue = SafeRequeue("runs/my-run")
         trainer = Trainer(strategy="bucketed_ddp", callbacks=[requeue], ...)
@@ -81,11 +83,10 @@ class SafeRequeue(Callback):
         """Notes where the run starts."""
         self._step = trainer.global_step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Lets a wish to stop ride on the ballot of the step to come, where the strategy has one."""
-        ask = getattr(trainer.strategy, "request_stop", None)
-        if ask is not None and self._signals.received is not None:
-            ask(self._signals.received.name)
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Lets a wish to stop ride on the ballot that this backward ends with, where the strategy has one."""
+        if self._signals.received is not None and isinstance(trainer.strategy, BucketedDDPStrategy):
+            trainer.strategy.request_stop()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,9 +117,8 @@ class SafeRequeue(Callback):
         self._signals.remove()
 
     def _agreed(self, trainer: Trainer) -> bool:
-        agreed = getattr(trainer.strategy, "stop_agreed", None)
-        if agreed is not None:
-            return bool(agreed)
+        if isinstance(trainer.strategy, BucketedDDPStrategy):
+            return trainer.strategy.stop_agreed
         return bool(trainer.strategy.reduce_boolean_decision(self._signals.received is not None, all=False))
 
     def _stop(self, trainer: Trainer) -> None:

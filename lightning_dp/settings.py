@@ -72,7 +72,7 @@ class Settings:
     report_unused_after: int = 0
     timeout: timedelta | float
     start_method: str
-    preflight: float | None
+    preflight: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_consecutive_skips"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning_runs import flat, trainer_of
+from lightning_runs import Module, flat, loader, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_resume import DrawsRandomNumbers, make_loader
 
@@ -160,6 +160,29 @@ def test_submitits_handlers_are_taken_over_and_put_back(pool: RankPool, tmp_path
     first, second = pool.run(2, fit_under_submitit, str(tmp_path), {(0, 1): [name], (1, 2): [name]}, timeout=100)
     assert first == {"step": 1, "code": 128 + signal.Signals[name], "same": True}
     assert second == {"step": 1, "code": 0, "same": True}
+
+
+def fit_with_stock_ddp(rank: int, folder: str) -> tuple[int, Any]:
+    """Rank 1 gets a signal in its second of five batches."""
+    stop = SafeRequeue(folder, requeue=False)
+    module = Stock()
+    trainer = trainer_of("ddp", 2, callbacks=[stop], max_epochs=1)
+    try:
+        trainer.fit(module, loader([[2, 2]] * 5, rank))
+    except StoppedBySignal as stopped:
+        return trainer.global_step, stopped.code
+    return trainer.global_step, None
+
+
+class Stock(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_strategy_without_a_ballot_agrees_by_a_message_of_its_own(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, fit_with_stock_ddp, str(tmp_path), timeout=100) == [(2, 128 + signal.SIGUSR1), (2, 0)]
 
 
 def fit_alone(rank: int, folder: str) -> str:
