@@ -18,6 +18,7 @@ ROWS = [
     ["cluster"],
     ["settings", "progress", "loaders", "watch", "other_namespaces", "hydra_job", "launch", "arrival", "stop_signals"],
     ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself
+    ["bench"],
     ["cli"],
 ]
 HEIGHT = {name: height for height, row in enumerate(ROWS) for name in row}

@@ -1,0 +1,218 @@
+"""The rounds of a benchmark, on one rank: every contender in turn, again and again."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dp.bench.clock import StepSeconds, StepTimer, sent_bytes
+from lightning_dp.bench.contenders import Contender, OptimizerFactory, Transfer, Watched
+from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.workloads import Workload
+
+ContenderFactory = Callable[[Workload, OptimizerFactory], Contender]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One contender's figures, a number per round.
+
+    Attributes:
+        steps: Seconds of each step; the slowest rank's.
+        exposed: Seconds from the last gradient to the end of backward; the slowest rank's.
+        sent: Bytes that a rank's interface sent in a step, mean over ranks; ``None`` where they cannot be counted.
+        footprint: Memory and messages, on rank 0.
+    """
+
+    steps: list[float]
+    exposed: list[float]
+    sent: list[float] | None
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a step consists of, from medians over rounds; for seconds those of the slowest rank.
+
+    Attributes:
+        forward: Seconds of forward without communication.
+        backward: Seconds of backward without communication.
+        optimizer: Seconds of the optimizer.
+        ready: Seconds after the start of backward at which each gradient is ready, by parameter.
+        nbytes: Size of each gradient.
+        transfer: Seconds that the all-reduce of all gradients takes by itself.
+        beside: For each round seconds of a step without communication, of one beside a transfer of all gradients, and
+            of that transfer.
+    """
+
+    forward: float
+    backward: float
+    optimizer: float
+    ready: list[float]
+    nbytes: list[int]
+    transfer: float
+    beside: list[tuple[float, float, float]]
+
+
+class Rounds:
+    """Runs contenders in turn on the same ranks.
+
+    Args:
+        workload: The model; each contender gets a copy.
+        optimizer: Makes an optimizer.
+        contenders: How to make each contender, by name.
+        device: Where to run.
+        interface: Network interface whose counter is read; ``None`` reads none.
+        sharing: Ranks that send through that interface.
+    """
+
+    WARM_UP = 3
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: OptimizerFactory,
+        contenders: Mapping[str, ContenderFactory],
+        device: torch.device,
+        interface: str | None,
+        sharing: int,
+    ) -> None:
+        self._workload, self._optimizer, self._device = workload.to(device), optimizer, device
+        self._interface, self._sharing = interface, sharing
+        batch = workload.make_batch(seed=dist.get_rank())
+        self._count = workload.count(batch)
+        self._batch = _to(batch, device)
+        self._watched = Watched(copy.deepcopy(workload), optimizer)
+        self._watched_timer = StepTimer(self._watched.workload, device, 0)
+        self._watched_timer.step(self._watched, self._batch, self._count)
+        ready = self._watched.ready[-1]
+        self._last = ready.index(max(ready))
+        self._nbytes = [
+            p.numel() * p.element_size() if p.requires_grad else 0 for p in self._watched.workload.parameters()
+        ]
+        self._transfer = Transfer(sum(self._nbytes), device)
+        self._transfer.start()  # what the first collective of a process allocates is no contender's
+        self._transfer.wait()
+        self._footprints = {name: self._footprint(make) for name, make in contenders.items()}
+        self._contenders = {name: self._make(make) for name, make in contenders.items()}
+        self._plain = self._make(Contender)
+
+    def run(self, rounds: int) -> tuple[dict[str, Series], Anatomy]:
+        """Measures.
+
+        Args:
+            rounds: Rounds that count, after a few that do not.
+
+        Returns:
+            Each contender's figures, and what a step consists of; the same on every rank.
+        """
+        steps: dict[str, list[tuple[StepSeconds, int | None]]] = {name: [] for name in self._contenders}
+        watched: list[StepSeconds] = []
+        alone: list[float] = []
+        beside: list[tuple[float, float, float]] = []
+        for number in range(self.WARM_UP + rounds):
+            if number == self.WARM_UP:
+                watched, alone, beside, self._watched.ready = [], [], [], []
+                steps = {name: [] for name in self._contenders}
+            for name, (contender, timer) in self._contenders.items():
+                steps[name].append(self._counted_step(contender, timer))
+            dist.barrier()
+            watched.append(self._watched_timer.step(self._watched, self._batch, self._count))
+            dist.barrier()
+            start = time.perf_counter()
+            self._transfer.start()
+            alone.append(self._transfer.wait() - start)
+            beside.append(self._step_beside_transfer())
+        return self._gather(steps), self._anatomy(watched, alone, beside)
+
+    def _make(self, make: ContenderFactory) -> tuple[Contender, StepTimer]:
+        workload = copy.deepcopy(self._workload)
+        timer = StepTimer(workload, self._device, self._last)
+        return make(workload, self._optimizer), timer
+
+    def _footprint(self, make: ContenderFactory) -> Footprint:
+        workload = copy.deepcopy(self._workload)
+        return footprint(lambda: make(workload, self._optimizer), self._batch, self._count, self._device)
+
+    def _counted_step(self, contender: Contender, timer: StepTimer) -> tuple[StepSeconds, int | None]:
+        dist.barrier()
+        before = self._sent()
+        dist.barrier()
+        seconds = timer.step(contender, self._batch, self._count)
+        dist.barrier()
+        after = self._sent()
+        return seconds, after - before if after is not None and before is not None else None
+
+    def _sent(self) -> int | None:
+        return sent_bytes(self._interface) if self._interface is not None else None
+
+    def _step_beside_transfer(self) -> tuple[float, float, float]:
+        contender, timer = self._plain
+        dist.barrier()
+        plain = timer.step(contender, self._batch, self._count).total
+        dist.barrier()
+        start = time.perf_counter()
+        self._transfer.start()
+        beside = timer.step(contender, self._batch, self._count).total
+        return plain, beside, self._transfer.wait() - start
+
+    def _gather(self, steps: Mapping[str, list[tuple[StepSeconds, int | None]]]) -> dict[str, Series]:
+        everyone = _gathered(steps)
+        series = {}
+        for name in steps:
+            by_round = list(zip(*(theirs[name] for theirs in everyone), strict=True))
+            sent = [[nbytes for _, nbytes in ranks] for ranks in by_round]
+            counted = all(nbytes is not None for ranks in sent for nbytes in ranks)
+            series[name] = Series(
+                [max(seconds.total for seconds, _ in ranks) for ranks in by_round],
+                [max(seconds.exposed for seconds, _ in ranks) for ranks in by_round],
+                [statistics.mean(n or 0 for n in ranks) / self._sharing for ranks in sent] if counted else None,
+                self._footprints[name],
+            )
+        return series
+
+    def _anatomy(
+        self, watched: list[StepSeconds], alone: list[float], beside: list[tuple[float, float, float]]
+    ) -> Anatomy:
+        median = statistics.median
+        mine = (
+            median(s.forward for s in watched),
+            median(s.backward for s in watched),
+            median(s.optimizer for s in watched),
+            median(alone),
+            [median(times) for times in zip(*self._watched.ready, strict=True)],
+        )
+        everyone = _gathered(mine)
+        slowest = max(everyone, key=lambda theirs: theirs[1])
+        return Anatomy(
+            max(theirs[0] for theirs in everyone),
+            slowest[1],
+            max(theirs[2] for theirs in everyone),
+            slowest[4],
+            self._nbytes,
+            max(theirs[3] for theirs in everyone),
+            [max(ranks) for ranks in zip(*_gathered(beside), strict=True)],
+        )
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, (list, tuple)):
+        return [_to(part, device) for part in batch]
+    if isinstance(batch, dict):
+        return {key: _to(part, device) for key, part in batch.items()}
+    return batch

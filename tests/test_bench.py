@@ -1,0 +1,352 @@
+"""The benchmark: contenders that compute the same step, counters that count, figures that follow from the series."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from rank_pool import RankPool
+from test_train_program import run_program
+from torch import Tensor, nn
+
+from lightning_dp.bench.clock import StepTimer, sent_bytes
+from lightning_dp.bench.contenders import Bucketed, Contender, ReduceAfter, StockDDP, Watched
+from lightning_dp.bench.hosts import namespace_hosts
+from lightning_dp.bench.launch import Place, cores_of
+from lightning_dp.bench.measure import Anatomy, Series
+from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.results import Quartiles, limit_of, load_results, results_of, save_results, table_of
+from lightning_dp.bench.workloads import MLP, Workload
+from lightning_dp.config import config_directory
+from lightning_dp.errors import ConfigurationError
+
+CONF = config_directory() / "bench"
+WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
+SGD = partial(torch.optim.SGD, lr=0.1)
+CPU = torch.device("cpu")
+
+
+def config(*overrides: str) -> Any:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("bench", overrides=["output_dir=here", *overrides])
+
+
+# ---------------------------------------------------------------------------------------------- what is trained
+
+
+def test_there_is_a_workload_of_every_kind() -> None:
+    assert WORKLOADS == ["convnet", "gpt", "many_small", "mlp", "yours"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_has_a_loss_that_reaches_every_parameter(name: str) -> None:
+    workload = instantiate(config(f"workload={name}").workload)
+    batch = workload.make_batch(seed=0)
+    assert workload.count(batch) >= 1
+    workload(batch).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.parameters())
+
+
+def test_the_gpt_has_the_parameters_of_its_formula() -> None:
+    workload = instantiate(config("workload=gpt").workload)
+    matrices = sum(p.numel() for name, p in workload.blocks.named_parameters() if p.dim() == 2)
+    assert matrices == 8 * 12 * 384**2
+
+
+# ---------------------------------------------------------------------------------------------- contenders
+
+CONTENDERS: dict[str, Any] = {
+    "reduce_after": ReduceAfter,
+    "stock": StockDDP,
+    "stock_views": partial(StockDDP, bucket_cap_mb=0.001, gradient_as_bucket_view=True),
+    "bucketed": Bucketed,
+    "bucketed_small": partial(Bucketed, bucket_cap_mb=0.001, first_bucket_cap_mb=0.0005),
+}
+TINY = {"depth": 3, "width": 8, "batch_size": 4}
+
+
+def made(make: Any = Contender, seed: int = 0) -> Contender:
+    torch.manual_seed(seed)
+    return make(MLP(**TINY).double(), SGD)
+
+
+def steps(contender: Contender, batch: Tensor, count: int) -> list[float]:
+    for _ in range(3):
+        contender.optimizer.zero_grad()
+        contender.backward(contender.loss(batch), count)
+        contender.update()
+    return nn.utils.parameters_to_vector(contender.workload.parameters()).tolist()
+
+
+def three_steps(rank: int, name: str) -> list[float]:
+    contender = made({**CONTENDERS, "compute_only": Contender}[name])
+    return steps(contender, contender.workload.make_batch(seed=rank).double(), 4)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_contender_takes_the_step_of_one_device(name: str, pool: RankPool) -> None:
+    alone = made()
+    batch = torch.cat([alone.workload.make_batch(seed=rank).double() for rank in range(2)])  # type: ignore[operator]
+    right = steps(alone, batch, 8)
+    for mine in pool.run(2, three_steps, name):
+        assert mine == pytest.approx(right, rel=1e-12, abs=1e-15)
+
+
+def test_without_communication_ranks_part_ways(pool: RankPool) -> None:
+    first, second = pool.run(2, three_steps, "compute_only")
+    assert first != pytest.approx(second, rel=1e-6)
+
+
+def bf16_error(rank: int) -> float:
+    contender = made(partial(StockDDP, compress=True))
+    mine = steps(contender, contender.workload.make_batch(seed=rank).double(), 4)  # type: ignore[operator]
+    alone = made()
+    right = steps(alone, torch.cat([alone.workload.make_batch(seed=r).double() for r in range(2)]), 8)  # type: ignore[operator]
+    return max(abs(a - b) for a, b in zip(mine, right, strict=True))
+
+
+def test_stock_compression_is_lossy_but_close(pool: RankPool) -> None:
+    for error in pool.run(2, bf16_error):
+        assert 1e-9 < error < 1e-2
+
+
+# ---------------------------------------------------------------------------------------------- clocks and counters
+
+
+class Slow(Workload):
+    """A parameter whose gradient is long in coming, and one whose gradient is there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(3))
+        self.early = nn.Parameter(torch.ones(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (_Wait.apply(batch * self.late) * self.early).sum()
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        import time
+
+        time.sleep(0.2)
+        return grad
+
+
+def test_the_watched_contender_tells_when_gradients_are_ready() -> None:
+    contender = Watched(Slow(), SGD)
+    contender.backward(contender.loss(torch.ones(3)), 1)
+    late, early = contender.ready[0]
+    assert 0 < early < 0.2 <= late
+
+
+class _WaitsAfter(Contender):
+    def backward(self, loss: Tensor, count: int) -> None:
+        import time
+
+        loss.backward()
+        time.sleep(0.3)
+
+
+def test_exposed_time_is_what_comes_after_the_last_gradient() -> None:
+    workload = Slow()
+    timer = StepTimer(workload, CPU, last=0)
+    seconds = timer.step(_WaitsAfter(workload, SGD), torch.ones(3), 1)
+    assert 0.3 <= seconds.exposed <= seconds.backward - 0.2
+    assert seconds.total >= seconds.forward + seconds.backward + seconds.optimizer - 1e-6
+
+
+def test_sent_bytes_reads_the_kernels_table(tmp_path: Path) -> None:
+    table = tmp_path / "dev"
+    table.write_text(
+        "Inter-|   Receive                        |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier\n"
+        "    lo: 11 1 0 0 0 0 0 0 12 1 0 0 0 0 0 0\n"
+        "  eth0:21 2 0 0 0 0 0 0 22 2 0 0 0 0 0 0\n"
+    )
+    assert (sent_bytes("lo", table), sent_bytes("eth0", table)) == (12, 22)
+    assert sent_bytes("eth1", table) is None
+    assert sent_bytes("lo", tmp_path / "none") is None
+
+
+def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
+    batch = MLP(4, 256, 2).make_batch(seed=0)
+    steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)  # what a process allocates once
+    found = {}
+    for name, make in {**CONTENDERS, "compute_only": Contender}.items():
+        workload = MLP(4, 256, 2)
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        mine = footprint(lambda make=make, w=workload, o=optimizer: make(w, o), batch, 2, CPU)
+        found[name] = (mine.held, mine.peak, mine.messages)
+    return found
+
+
+def test_footprints(pool: RankPool) -> None:
+    gradients = 4 * (256 * 256 + 256) * 4
+    for found in pool.run(2, footprints):
+        # Objects other than tensors weigh a few KiB.
+        held = {name: held / gradients for name, (held, _, _) in found.items()}
+        assert held["compute_only"] == pytest.approx(1.0, rel=0.15)  # momentum, as large, is not counted
+        assert held["stock"] == pytest.approx(2.0, rel=0.15)
+        assert held["stock_views"] == pytest.approx(1.0, rel=0.15)
+        assert held["bucketed"] == pytest.approx(1.0, rel=0.15)
+        assert all(peak >= held for held, peak, _ in found.values())
+        messages = {name: count for name, (_, _, count) in found.items()}
+        # Torch closes a bucket when it is over the cap, the reducer before it would be; and the ballot.
+        assert {name: messages[name] for name in ("compute_only", "reduce_after", "stock", "bucketed")} == {
+            "compute_only": 0,
+            "reduce_after": 1,
+            "stock": 1,
+            "bucketed": 3,
+        }
+        assert messages["bucketed_small"] > 4
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+ANATOMY = Anatomy(
+    forward=1.0,
+    backward=2.0,
+    optimizer=0.5,
+    ready=[2.0, 1.0],
+    nbytes=[100, 300],
+    transfer=0.8,  # 2 ms a byte
+    beside=[(3.5, 3.9, 0.8), (3.5, 3.9, 0.8), (3.5, 9.0, 0.8)],
+)
+
+
+def series(*steps: float, sent: float | None = None) -> Series:
+    counted = None if sent is None else [sent] * len(steps)
+    return Series(list(steps), [0.1] * len(steps), counted, Footprint(400, 500, 3))
+
+
+def some_results() -> Any:
+    figures = {
+        "stock": series(4.0, 2.0, 6.0, sent=404.0),
+        "a": series(3.0, 3.0, 3.0),
+        "b": series(2.0, 1.9, 9.0),
+        "mine": series(2.0, 2.0, 3.0),
+    }
+    return results_of(figures, ANATOMY, 2, "stock", ["a", "b"], {"world_size": 2}, {"rounds": 3})
+
+
+def test_the_limit_is_forward_ideal_reduction_and_optimizer() -> None:
+    limit = limit_of(ANATOMY, world_size=2)
+    # 300 bytes from second 1 on take 0.6, 100 from second 2 on take 0.2: exposed.
+    assert limit.ideal == pytest.approx(1.0 + 2.2 + 0.5)
+    assert limit.share == pytest.approx(0.5)
+    # While the first run travels backward runs at half speed and loses 0.3.
+    assert limit.honest == pytest.approx(1.0 + 2.5 + 0.5)
+    assert limit.bytes_per_second == pytest.approx(400 / 0.8)
+    assert limit_of(replace(ANATOMY, transfer=0.4), 4).bytes_per_second == pytest.approx(600 / 0.4)
+
+
+def test_ratios_are_paired_by_round_and_refer_to_the_fastest_tuned() -> None:
+    results = some_results()
+    assert results.tuned == "b"
+    by_name = {row.name: row for row in results.rows}
+    assert by_name["mine"].ratio == Quartiles(0.5, 0.5, 0.75)  # of 0.5, 1.0 and 0.5
+    assert by_name["mine"].ratio_to_tuned.median == 1.0
+    assert by_name["stock"].ratio == Quartiles(1, 1, 1)
+    assert by_name["stock"].sent_over_formula == pytest.approx(1.01)
+    assert by_name["mine"].sent is None
+
+
+def test_results_survive_their_file_and_can_be_shown(tmp_path: Path) -> None:
+    results = some_results()
+    save_results(results, tmp_path)
+    assert load_results(tmp_path) == results
+    assert table_of(results).row_count == 4 + 2
+
+
+# ---------------------------------------------------------------------------------------------- where ranks stand
+
+
+def test_a_place_is_read_from_torchrun_or_srun() -> None:
+    torchrun = Place(3, 4, 1, 2).environment("127.0.0.1", 5)
+    assert Place.from_environment(torchrun) == Place(3, 4, 1, 2)
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
+    assert Place.from_environment({**slurm, "SLURM_STEP_ID": "0"}) == Place(3, 4, 1, 2)
+    assert Place.from_environment(slurm) is None  # a batch script, not a task of srun
+    assert Place.from_environment({}) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "expected"),
+    [
+        (2, [0, 1], [[0], [1]]),
+        (2, [2, 3, 6, 7], [[2, 3], [6, 7]]),
+        (3, [0, 1, 2, 3], [[0], [1], [2]]),
+        (4, [0, 5], [[0], [5], [0], [5]]),
+    ],
+)
+def test_ranks_get_cores_of_their_own(ranks: int, cores: list[int], expected: list[list[int]]) -> None:
+    assert [cores_of(rank, ranks, cores) for rank in range(ranks)] == expected
+
+
+CAN_MAKE_HOSTS = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+
+
+def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigurationError, match="use network=loopback"), namespace_hosts(2, None):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------- the program
+
+FAST = ["workload=mlp", "workload.depth=2", "workload.width=64", "workload.batch_size=2", "rounds=3"]
+FEW = [f"~contenders.{name}" for name in ("stock_1", "stock_4", "stock_10", "stock_100", "stock_bf16")]
+
+
+def run_bench(folder: Path, *overrides: str) -> Any:
+    command = [sys.executable, "-m", "lightning_dp.cli.bench", f"hydra.run.dir={folder}", *FAST, *overrides]
+    return run_program(command, folder, limit=200)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("network", ["loopback", "hosts"])
+def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path: Path) -> None:
+    if network == "hosts" and not CAN_MAKE_HOSTS:
+        pytest.skip("hosts need Linux and root")
+    done = run_bench(tmp_path, f"network={network}", *FEW)
+    assert done.code == 0, done.output
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["name"]: row for row in results["rows"]}
+    assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_25", "bucketed", "bucketed_no_vote"]
+    assert all(name in done.output for name in rows)
+    gradient_bytes = 2 * (64 * 64 + 64) * 4
+    assert results["limit"]["gradient_bytes"] == gradient_bytes
+    # The interface saw what the formula says, and next to nothing without communication. Headers weigh at this size.
+    assert rows["compute_only"]["sent"] < 0.2 * gradient_bytes
+    assert 1.0 < rows["stock"]["sent_over_formula"] < 1.25
+    assert 1.0 < rows["bucketed"]["sent_over_formula"] < 1.25
+    assert rows["bucketed"]["messages"] == 2
+    assert rows["bucketed"]["held"] < rows["bucketed"]["peak"] < 40 * gradient_bytes
+    assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)
+
+
+@pytest.mark.timeout(240)
+def test_a_failing_rank_ends_the_program_with_what_it_said(tmp_path: Path) -> None:
+    done = run_bench(tmp_path, "workload._target_=lightning_dp.bench.workloads.Nothing")
+    assert done.code == 1
+    assert "of the bench ended with code 1" in done.output
+    assert "Nothing" in done.output
