@@ -1,0 +1,132 @@
+"""The bucket plan that finishes first, from when gradients are ready and what the link does. Pure.
+
+Which runs of gradients to merge into one message is the question of MG-WFBP (Shi, Chu and Li, "MG-WFBP: Efficient data
+communication for distributed synchronous SGD algorithms", INFOCOM 2019). Their answer is greedy and believes in one
+latency per message; here a dynamic programme weighs every contiguous plan, with a cost that is measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+# Above this many, neighbours are merged before the search: it takes time and memory quadratic in them.
+MAX_UNITS = 128
+# A plan with fewer messages is preferred if it finishes within this share of the best: they cost the host time too.
+TOLERANCE = 0.002
+
+
+@dataclass(frozen=True)
+class Link:
+    """What all-reduces cost when they follow each other closely.
+
+    Several are in flight at a time, so each costs the link less than it takes by itself: the next one's bytes travel
+    while the last bytes of this one are waited for. How much less depends on size, so it is measured at a few.
+
+    Attributes:
+        latency: Seconds between a message's end on the link and its completion on the ranks.
+        points: (bytes, seconds that the link is busy with one message of them), by ascending size; at least one.
+            Between them costs are interpolated, below the first they stay, above the last they grow in proportion.
+    """
+
+    latency: float
+    points: tuple[tuple[float, float], ...]
+
+    def busy(self, nbytes: float) -> float:
+        """Seconds that the link is busy with one message."""
+        sizes = [size for size, _ in self.points]
+        at = bisect_right(sizes, nbytes)
+        if at == 0:
+            return self.points[0][1]
+        (size, seconds) = self.points[at - 1]
+        if at == len(self.points):
+            return seconds * nbytes / size
+        next_size, next_seconds = self.points[at]
+        return seconds + (next_seconds - seconds) * (nbytes - size) / (next_size - size)
+
+
+def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequence[float], link: Link) -> float:
+    """When the last of some messages is complete.
+
+    Args:
+        segments: How many gradients each message holds, in order.
+        ready: When each gradient is ready, in seconds after the start of backward.
+        nbytes: Size of each.
+        link: The link.
+
+    Returns:
+        Seconds after the start of backward.
+    """
+    assert sum(segments) == len(ready) == len(nbytes)
+    free, latest = 0.0, 0.0
+    for first, end in pairwise([0, *accumulate(segments)]):
+        latest = max(latest, *ready[first:end])  # messages leave in order
+        free = max(free, latest) + link.busy(sum(nbytes[first:end]))
+    return free + link.latency if segments else 0.0
+
+
+def best_segments(ready: Sequence[float], nbytes: Sequence[float], link: Link) -> tuple[int, ...]:
+    """The contiguous cut with the earliest predicted finish; of nearly equal ones that with the fewest messages.
+
+    Exact up to :data:`MAX_UNITS` gradients, above it for neighbours merged into at most as many runs of similar size.
+
+    Args:
+        ready: When each gradient is ready, in the order in which they are sent.
+        nbytes: Size of each.
+        link: The link.
+
+    Returns:
+        How many gradients each message holds.
+    """
+    if not ready:
+        return ()
+    units = _merged(nbytes)
+    ends = [0, *accumulate(units)]
+    n = len(units)
+    latest = list(accumulate(ready, max))
+    at = torch.tensor([latest[end - 1] for end in ends[1:]], dtype=torch.float64)
+    total = list(accumulate(nbytes, initial=0.0))
+    # cost[i, j]: the link's time for units i to j in one message.
+    cost = torch.full((n, n), float("inf"), dtype=torch.float64)
+    for i in range(n):
+        for j in range(i, n):
+            cost[i, j] = link.busy(total[ends[j + 1]] - total[ends[i]])
+    # free[m][j]: when the link is free again after the first j units in m messages.
+    free = [torch.full((n + 1,), float("inf"), dtype=torch.float64)]
+    free[0][0] = 0.0
+    came_from = []
+    for _ in range(n):
+        finish = torch.maximum(free[-1][:-1, None], at[None, :]) + cost
+        best, where = finish.min(0)
+        free.append(torch.cat([torch.full((1,), float("inf"), dtype=torch.float64), best]))
+        came_from.append(where.tolist())
+    ideal = min(float(finish[n]) for finish in free[1:])
+    messages = next(m for m in range(1, n + 1) if float(free[m][n]) <= ideal * (1 + TOLERANCE))
+    cuts, j = [n], n
+    for m in range(messages, 0, -1):
+        j = came_from[m - 1][j - 1]
+        cuts.append(j)
+    return tuple(ends[b] - ends[a] for a, b in pairwise(reversed(cuts)))
+
+
+def _merged(nbytes: Sequence[float]) -> list[int]:
+    """How many gradients each unit of the search holds: one, or as many as make an equal part of all bytes."""
+    if len(nbytes) <= MAX_UNITS:
+        return [1] * len(nbytes)
+    part = sum(nbytes) / MAX_UNITS
+    units: list[int] = []
+    filled, last = 0.0, -1
+    for size in nbytes:
+        # Into the part in which its middle lies, so that no more parts arise than there are.
+        number = int((filled + size / 2) / part) if part else 0
+        if number == last:
+            units[-1] += 1
+        else:
+            units.append(1)
+        last = number
+        filled += size
+    return units

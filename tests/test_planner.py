@@ -1,0 +1,124 @@
+"""The planner against a search of every contiguous plan, and against a link simulated event by event."""
+
+import itertools
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dp.reduction import planner
+from lightning_dp.reduction.planner import Link, best_segments, predict_finish
+
+FAST = Link(0.001, ((1000.0, 0.01), (10_000.0, 0.05), (100_000.0, 0.4)))
+
+
+def all_cuts(n):
+    for inner in itertools.product([False, True], repeat=n - 1):
+        ends = [0, *(k + 1 for k, cut in enumerate(inner) if cut), n]
+        yield tuple(b - a for a, b in pairwise(ends))
+
+
+def simulated(segments, ready, nbytes, link):
+    """A queue: a message joins when its last gradient is there, the link takes one at a time, in order."""
+    joined, now, clock = [], 0.0, 0.0
+    for a, b in pairwise([0, *accumulate(segments)]):
+        now = max([now, *ready[a:b]])
+        joined.append((now, sum(nbytes[a:b])))
+    for when, size in joined:
+        if clock < when:
+            clock = when
+        clock += link.busy(size)
+    return clock + link.latency
+
+
+gradients = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 50_000)), min_size=1, max_size=9)
+links = st.builds(
+    lambda latency, overhead, beta, knee: Link(
+        latency, ((1.0, overhead), (1e3, overhead + knee), (1e5, 1e5 * beta + 1))
+    ),
+    st.floats(0, 0.01),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-7, 1e-4),
+    st.floats(0, 0.1),
+)
+
+
+@given(gradients, links)
+@settings(max_examples=80, deadline=None)
+def test_no_contiguous_plan_finishes_earlier(rows, link):
+    ready, nbytes = [r for r, _ in rows], [float(b) for _, b in rows]
+    mine = best_segments(ready, nbytes, link)
+    assert sum(mine) == len(rows)
+    every = {cut: predict_finish(cut, ready, nbytes, link) for cut in all_cuts(len(rows))}
+    best = min(every.values())
+    assert every[mine] <= best + planner.TOLERANCE * best
+    # And none with fewer messages is as good.
+    assert all(len(cut) >= len(mine) for cut, finish in every.items() if finish <= best)
+
+
+@given(gradients, links, st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_the_predicted_finish_is_that_of_a_queue(rows, link, random):
+    ready, nbytes = [r for r, _ in rows], [float(b) for _, b in rows]
+    cut = random.choice(list(all_cuts(len(rows))))
+    assert predict_finish(cut, ready, nbytes, link) == pytest.approx(simulated(cut, ready, nbytes, link), rel=1e-12)
+
+
+@given(gradients, st.floats(1.0, 4.0))
+@settings(max_examples=50, deadline=None)
+def test_a_slower_link_never_finishes_earlier(rows, factor):
+    ready, nbytes = [r for r, _ in rows], [float(b) for _, b in rows]
+    slow = Link(FAST.latency, tuple((size, seconds * factor) for size, seconds in FAST.points))
+    finishes = [predict_finish(best_segments(ready, nbytes, link), ready, nbytes, link) for link in (FAST, slow)]
+    assert finishes[0] <= finishes[1] * (1 + planner.TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"),
+    [(10, 0.01), (1000, 0.01), (5500, 0.03), (10_000, 0.05), (55_000, 0.225), (100_000, 0.4), (200_000, 0.8)],
+)
+def test_the_cost_of_a_message(nbytes, seconds):
+    assert FAST.busy(nbytes) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ready", "nbytes", "link", "expected"),
+    [
+        pytest.param([], [], FAST, (), id="no gradients"),
+        pytest.param([0.0] * 4, [100.0] * 4, FAST, (4,), id="all there at once: one message"),
+        pytest.param([0.0, 1.0], [1e5, 10.0], FAST, (1, 1), id="a small tail, sent while nothing else is"),
+        pytest.param(
+            [0.1, 0.2, 0.3, 0.4],
+            [1e6] * 4,
+            Link(0.0, ((1.0, 1e-9), (1e6, 1.0))),
+            (1, 3),
+            id="a slow link starts at once, and then has all the rest",
+        ),
+        pytest.param(
+            [0.1, 0.2, 0.3, 0.4], [1e4] * 4, Link(0.0, ((1.0, 5.0), (1e6, 5.1))), (4,), id="where they cost all, one"
+        ),
+    ],
+)
+def test_known_plans(ready, nbytes, link, expected):
+    assert best_segments(ready, nbytes, link) == expected
+
+
+def test_many_gradients_are_merged_and_the_plan_is_close_to_the_ideal(monkeypatch):
+    ready = [0.001 * k for k in range(300)]
+    nbytes = [float(1 + 977 * k % 5000) for k in range(300)]
+    link = Link(0.001, ((1000.0, 0.002), (1e6, 0.4)))
+    merged = best_segments(ready, nbytes, link)
+    monkeypatch.setattr(planner, "MAX_UNITS", 300)
+    exact = best_segments(ready, nbytes, link)
+    finishes = [predict_finish(plan, ready, nbytes, link) for plan in (merged, exact)]
+    assert sum(merged) == 300
+    assert finishes[1] * (1 - planner.TOLERANCE) <= finishes[0] <= finishes[1] * 1.03
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=1000))
+def test_no_more_units_than_the_search_bears(sizes):
+    units = planner._merged(sizes)
+    assert sum(units) == len(sizes)
+    assert min(units) >= 1
+    assert len(units) <= planner.MAX_UNITS + 1
