@@ -16,6 +16,7 @@ class BucketedDDPConfig:
     """Schema of the config group ``strategy``; see :class:`lightning_dp.BucketedDDPStrategy` for the meanings.
 
     Attributes:
+        bucket_cap_mb: A number, or ``auto``.
         timeout: Seconds.
         normalizers: As ``count``, by name.
         count: A name, or a config with ``_target_`` (and ``_partial_: true``) for a function ``batch -> int``.
@@ -23,7 +24,7 @@ class BucketedDDPConfig:
     """
 
     _target_: str = "lightning_dp.BucketedDDPStrategy"
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: Any = 25.0
     first_bucket_cap_mb: float = 1.0
     count: Any = "samples"
     nonfinite: Any = "skip"

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_dp.data.counts import CountFunction, resolve_count
 from lightning_dp.data.padding import UNEVEN_POLICIES
 from lightning_dp.errors import ConfigurationError
-from lightning_dp.reduction.reducer import ReducerConfig
+from lightning_dp.reduction.reducer import AUTO, ReducerConfig
 
 NONFINITE_POLICIES = ("skip", "raise", "drop_rank", "off")
 REPLICA_ACTIONS = ("warn", "raise", "resync")
@@ -55,7 +55,7 @@ class Settings:
         ConfigurationError: If a value is out of range; one line that says what is allowed.
     """
 
-    bucket_cap_mb: float
+    bucket_cap_mb: float | str
     first_bucket_cap_mb: float
     overlap: bool
     count: str | CountFunction
@@ -75,7 +75,9 @@ class Settings:
     preflight: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bucket_cap_mb", "first_bucket_cap_mb", "max_consecutive_skips"):
+        if self.bucket_cap_mb != AUTO:
+            _check_positive("bucket_cap_mb", self.bucket_cap_mb, or_else=f" or {AUTO!r}")
+        for name in ("first_bucket_cap_mb", "max_consecutive_skips"):
             _check_positive(name, getattr(self, name))
         _check_positive("timeout", self.seconds)
         for name in ("nonfinite", "same_data", "broadcast_buffers"):
@@ -119,7 +121,7 @@ class Settings:
     def reducer(self) -> ReducerConfig:
         """The reducer's part."""
         return ReducerConfig(
-            float(self.bucket_cap_mb),
+            "auto" if self.bucket_cap_mb == AUTO else float(self.bucket_cap_mb),
             float(self.first_bucket_cap_mb),
             bool(self.overlap),
             check_nonfinite=self.nonfinite != "off",
@@ -145,9 +147,9 @@ def check_keywords(keywords: Mapping[str, Any], own: list[str], base: tuple[str,
             raise ConfigurationError(f"bucketed_ddp has no argument {name!r}; its own are {', '.join(own)}")
 
 
-def _check_positive(name: str, value: Any) -> None:
+def _check_positive(name: str, value: Any, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
-        raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
+        raise ConfigurationError(f"{name} must be a number above 0{or_else}, got {value!r}")
 
 
 def _check_not_negative(name: str, value: Any) -> None:

@@ -63,7 +63,7 @@ class BucketedDDPStrategy(DDPStrategy):
         ``precision="16-mixed"`` the GradScaler does the skipping.
 
     Args:
-        bucket_cap_mb: Cap on a bucket in MiB.
+        bucket_cap_mb: Cap on a bucket in MiB, or ``"auto"``: plan buckets by measurement after the first steps.
         first_bucket_cap_mb: Cap on the first bucket launched, in MiB.
         count: What a micro-batch weighs: ``"samples"``, ``"tokens"``, ``"equal"`` or a function ``batch -> int``.
             :meth:`set_count` overrides it for one micro-batch.
@@ -105,7 +105,7 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | Literal["auto"] = 25.0,
         first_bucket_cap_mb: float = 1.0,
         count: str | CountFunction = "samples",
         nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",

@@ -85,6 +85,12 @@ class Timeline:
         )
         return StepTimes(buckets, self._since_start("backward_end"), self._since_start("end"))
 
+    def gradients(self) -> dict[int, float]:
+        """When, in seconds after the start of backward, what was marked as ``"gradient"`` was there, by its number."""
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        return {number: self._since_start(event, number) for event, number in self._marks if event == "gradient"}
+
     def _since_start(self, event: str, bucket: int = -1) -> float:
         start, now = self._marks[("start", -1)], self._marks[(event, bucket)]
         if isinstance(start, torch.cuda.Event) and isinstance(now, torch.cuda.Event):

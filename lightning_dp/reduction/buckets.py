@@ -92,6 +92,28 @@ def plan_buckets(
     return BucketPlan(tuple(layout for _, layout in sorted(closed, key=lambda entry: entry[0])))
 
 
+def plan_segments(parameters: Sequence[Tensor], order: Sequence[int], segments: Sequence[int]) -> BucketPlan:
+    """Cuts parameters, in the order in which their gradients become ready, where it is told to.
+
+    Args:
+        parameters: The parameters whose gradients are reduced.
+        order: A permutation of their positions: first expected gradient first.
+        segments: How many of them each bucket takes; one that mixes dtypes or devices becomes a bucket for each.
+
+    Returns:
+        The plan; a pure function of the arguments.
+    """
+    assert sum(segments) == len(order) == len(parameters), "segments must cover every parameter"
+    layouts, start = [], 0
+    for length in segments:
+        runs: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in order[start : start + length]:
+            runs.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+        layouts += [_layout(run, parameters) for run in runs.values()]
+        start += length
+    return BucketPlan(tuple(layouts))
+
+
 def _layout(run: Sequence[int], parameters: Sequence[Tensor]) -> BucketLayout:
     offsets, numel = [], 0
     for index in run:

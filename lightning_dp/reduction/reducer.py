@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,16 @@ from lightning_dp.insight.timeline import StepTimes, Timeline
 from lightning_dp.reduction import ballot as ballots
 from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.ballot import Ballot, Flag, Reason, Tally, Verdict
-from lightning_dp.reduction.buckets import BucketPlan, plan_buckets
+from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segments
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 from lightning_dp.reduction.replication import verify_same_structure
+from lightning_dp.reduction.tuning import Forecast, PlanTuner
 from lightning_dp.reduction.wire import Wire
 
 MIB = 1024 * 1024
+AUTO = "auto"  # for bucket_cap_mb
+AUTO_START_MB = 25.0  # its cap until it has measured
 MAX_COUNT = 2**40  # of a micro-batch: sums over a window and 32,767 ranks stay within the ballot's integers
 
 
@@ -32,7 +35,8 @@ class ReducerConfig:
     """How a reducer works.
 
     Attributes:
-        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself.
+        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` measures the first
+            steps and the link, and re-plans once so that the last bucket is predicted to finish as early as can be.
         first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
         overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
             whose gradients fire a different number of times from step to step.
@@ -42,7 +46,7 @@ class ReducerConfig:
             and on a GPU the host waits for the device once more.
     """
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float | Literal["auto"] = 25.0
     first_bucket_cap_mb: float = 1.0
     overlap: bool = True
     check_nonfinite: bool = True
@@ -100,6 +104,7 @@ class GradientReducer:
     Attributes:
         last: The last reduction, ``None`` before the first.
         plan: The bucket plan in force.
+        forecast: With ``bucket_cap_mb="auto"`` what the plan is predicted to do, once it has been made by measurement.
         wire: The process group, with counters.
         reference: Total count and number of micro-batches whose ratio losses are scaled by: those of the last window.
         flags: What this rank says in its next ballot, beside what the reducer finds.
@@ -119,6 +124,7 @@ class GradientReducer:
         self.config = config or ReducerConfig()
         self.wire = Wire(group)
         self.last: Reduction | None = None
+        self.forecast: Forecast | None = None
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
         self._all = list(reversed(unique.values()))
         self._ids = frozenset(unique)
@@ -130,6 +136,7 @@ class GradientReducer:
         self.word: int | None = None
         self._known_order: list[str] | None = None
         self._known_fires: dict[str, int] | None = None
+        self._known_segments: tuple[int, ...] | None = None
         # - State of the accumulation window
         self._sync = True
         self._pass_open = False
@@ -241,16 +248,21 @@ class GradientReducer:
         """What a resumed run needs to repeat this one to the last bit: plain numbers and strings."""
         names = [name for name, _ in self._named]
         learnt = self._expected is not None
-        return {
+        state: dict[str, Any] = {
             "reference": list(self.reference) if self.reference else None,
             "order": [names[index] for index in self._next_order] if learnt else None,
             "fires": dict(zip(names, self._expected, strict=True)) if self._expected is not None else None,
         }
+        if self._next_segments is not None:
+            state["segments"] = list(self._next_segments)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`'s result, on every rank, before the first backward."""
         self.reference = tuple(state["reference"]) if state["reference"] else None
         self._known_order, self._known_fires = state["order"], state["fires"]
+        segments = state.get("segments")
+        self._known_segments = tuple(segments) if segments is not None else None
         self._set_up()
 
     def window_state(self) -> dict[str, Any] | None:
@@ -314,17 +326,23 @@ class GradientReducer:
         """Starts from a checkpoint's order, if it is of these parameters, else from reverse registration."""
         at = {name: index for index, (name, _) in enumerate(self._named)}
         self._next_order = list(range(len(self._named)))[::-1]
+        self._next_segments: tuple[int, ...] | None = None
+        self._tuner = PlanTuner(self.wire, self._device) if self.config.bucket_cap_mb == AUTO else None
         if self._known_order is not None and set(self._known_order) == set(at):
             self._next_order = [at[name] for name in self._known_order]
             assert self._known_fires is not None
             self._expected = [self._known_fires[name] for name, _ in self._named]
+            if self._known_segments is not None and self._tuner is not None:
+                self._next_segments, self._tuner = self._known_segments, None
 
     def _allocate(self) -> None:
         config = self.config
-        self._order = self._next_order
-        self.plan: BucketPlan = plan_buckets(
-            self._parameters, self._order, config.bucket_cap_mb * MIB, config.first_bucket_cap_mb * MIB
-        )
+        self._order, self._segments = self._next_order, self._next_segments
+        if self._segments is not None:
+            self.plan: BucketPlan = plan_segments(self._parameters, self._order, self._segments)
+        else:
+            cap = config.bucket_cap_mb if not isinstance(config.bucket_cap_mb, str) else AUTO_START_MB
+            self.plan = plan_buckets(self._parameters, self._order, cap * MIB, config.first_bucket_cap_mb * MIB)
         check = self._check if config.check_nonfinite else None
         # The old buckets are given up first; a gradient that lives in one keeps it until it has moved.
         self.__dict__.pop("_launcher", None)
@@ -395,7 +413,7 @@ class GradientReducer:
         self._carry = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
         for parameter in self._carry:
             parameter.grad = None
-        if self._next_order != self._order:
+        if (self._next_order, self._next_segments) != (self._order, self._segments):
             self._allocate()
 
     def _on_accumulated(self, parameter: Parameter) -> None:
@@ -404,6 +422,8 @@ class GradientReducer:
             return
         index = self._index[parameter]
         self._reached = True
+        if self._tuner is not None:
+            self._timeline.mark("gradient", index)
         if self._arrivals is not None:
             self._arrivals.record(index)
         if self._discard:
@@ -464,8 +484,22 @@ class GradientReducer:
             self.wire.nbytes,
             self._timeline.read(len(self.plan.buckets)),
         )
+        if self._tuner is not None:
+            self._tune(self._tuner)
         self.wire.reset_counters()
         self._averaged, self._veto = True, ""
+
+    def _tune(self, tuner: PlanTuner) -> None:
+        """Lets the tuner see a backward that ran in the final order; adopts its plan, on all ranks, when it has one."""
+        assert self.last is not None
+        if self._expected is None or self._next_order != self._order:
+            return
+        if tuner.observe(self._timeline.gradients(), self.last.times.backward_end):
+            nbytes = [p.numel() * p.dtype.itemsize for p in self._parameters]
+            self.forecast = tuner.forecast(self.plan, self._order, nbytes, self.config.overlap)
+            if self.forecast is not None:
+                self._next_segments = self.forecast.segments
+                self._tuner = None
 
     def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
         if tally.count == 0:
