@@ -313,7 +313,7 @@ def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------------------------------- the program
 
-FAST = ["workload=mlp", "workload.depth=2", "workload.width=64", "workload.batch_size=2", "rounds=3"]
+FAST = ["workload=mlp", "workload.depth=2", "workload.width=64", "workload.batch_size=2", "rounds=2"]
 FEW = [f"~contenders.{name}" for name in ("stock_1", "stock_4", "stock_10", "stock_100", "stock_bf16")]
 
 
@@ -331,7 +331,15 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert done.code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
-    assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_25", "bucketed", "bucketed_no_vote"]
+    assert list(rows) == [
+        "compute_only",
+        "reduce_after",
+        "stock",
+        "stock_25",
+        "bucketed",
+        "bucketed_auto",
+        "bucketed_no_vote",
+    ]
     assert all(name in done.output for name in rows)
     gradient_bytes = 2 * (64 * 64 + 64) * 4
     assert results["limit"]["gradient_bytes"] == gradient_bytes
@@ -340,6 +348,7 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert 1.0 < rows["stock"]["sent_over_formula"] < 1.25
     assert 1.0 < rows["bucketed"]["sent_over_formula"] < 1.25
     assert rows["bucketed"]["messages"] == 2
+    assert [name for name, row in rows.items() if row["predicted_exposed"] is not None] == ["bucketed_auto"]
     assert rows["bucketed"]["held"] < rows["bucketed"]["peak"] < 40 * gradient_bytes
     assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)
 

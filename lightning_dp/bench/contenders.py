@@ -46,6 +46,11 @@ class Contender:
         """Optimizer step."""
         self.optimizer.step()
 
+    @property
+    def predicted_exposed(self) -> float | None:
+        """Seconds of communication after backward that its plan was predicted to leave, if it was."""
+        return None
+
 
 class ReduceAfter(Contender):
     """All gradients in one message after backward: nothing is hidden behind it."""
@@ -124,6 +129,11 @@ class Bucketed(Contender):
         assert self._reducer.last is not None
         if self._reducer.last.verdict.step:
             self.optimizer.step()
+
+    @property
+    def predicted_exposed(self) -> float | None:
+        """With ``bucket_cap_mb="auto"``."""
+        return self._reducer.forecast.exposed if self._reducer.forecast is not None else None
 
 
 class Watched(Contender):

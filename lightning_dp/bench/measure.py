@@ -29,12 +29,14 @@ class Series:
         exposed: Seconds from the last gradient to the end of backward; the slowest rank's.
         sent: Bytes that a rank's interface sent in a step, mean over ranks; ``None`` where they cannot be counted.
         footprint: Memory and messages, on rank 0.
+        predicted_exposed: What its plan was predicted to leave exposed, if it was.
     """
 
     steps: list[float]
     exposed: list[float]
     sent: list[float] | None
     footprint: Footprint
+    predicted_exposed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Rounds:
         sharing: Ranks that send through that interface.
     """
 
-    WARM_UP = 3
+    WARM_UP = 6  # by then a plan by measurement is in force
 
     def __init__(
         self,
@@ -175,6 +177,7 @@ class Rounds:
                 [max(seconds.exposed for seconds, _ in ranks) for ranks in by_round],
                 [statistics.mean(n or 0 for n in ranks) / self._sharing for ranks in sent] if counted else None,
                 self._footprints[name],
+                self._contenders[name][0].predicted_exposed,
             )
         return series
 

@@ -44,6 +44,7 @@ class Row:
         ratio: A step over the baseline's step of the same round.
         ratio_to_tuned: The same over the best-tuned stock contender.
         exposed: Seconds from the last gradient to the end of backward, median.
+        predicted_exposed: What its plan was predicted to leave exposed; ``None`` without a prediction.
         sent: Bytes that a rank's interface sent per step, median; ``None`` if not counted.
         sent_over_formula: ``sent`` over ``2 (n - 1) / n`` times the bytes of gradient.
         messages: Collectives per step.
@@ -56,6 +57,7 @@ class Row:
     ratio: Quartiles
     ratio_to_tuned: Quartiles
     exposed: float
+    predicted_exposed: float | None
     sent: float | None
     sent_over_formula: float | None
     messages: int
@@ -184,6 +186,7 @@ def results_of(
                 _ratio(figures.steps, series[baseline].steps),
                 _ratio(figures.steps, series[best].steps),
                 statistics.median(figures.exposed),
+                figures.predicted_exposed,
                 sent,
                 sent / formula if sent is not None and formula else None,
                 figures.footprint.messages,
@@ -211,10 +214,9 @@ def table_of(results: Results) -> Table:
             f" best-tuned stock: '{results.tuned}'"
         ),
     )
-    for column in ("contender", "step ms", "x stock", "x tuned", "exposed ms", "sent MiB", "x formula", "messages"):
+    columns = ("contender", "step ms", "x stock", "x tuned", "exposed ms", "predicted")
+    for column in (*columns, "sent MiB", "x formula", "messages", "held MiB", "peak MiB"):
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
-    for column in ("held MiB", "peak MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
     for row in results.rows:
         table.add_row(
             row.name,
@@ -222,6 +224,7 @@ def table_of(results: Results) -> Table:
             f"{row.ratio.median:.3f} ({row.ratio.low:.3f}-{row.ratio.high:.3f})",
             f"{row.ratio_to_tuned.median:.3f}",
             _ms(row.exposed),
+            "-" if row.predicted_exposed is None else _ms(row.predicted_exposed),
             "-" if row.sent is None else f"{row.sent / MIB:.2f}",
             "-" if row.sent_over_formula is None else f"{row.sent_over_formula:.4f}",
             str(row.messages),
@@ -231,7 +234,7 @@ def table_of(results: Results) -> Table:
     base = next(row for row in results.rows if row.name == results.baseline).step.median
     best = next(row for row in results.rows if row.name == results.tuned).step.median
     for name, seconds in (("limit", limit.ideal), ("limit, with transport's cycles", limit.honest)):
-        table.add_row(name, _ms(seconds), f"{seconds / base:.3f}", f"{seconds / best:.3f}", *[""] * 6, style="bold")
+        table.add_row(name, _ms(seconds), f"{seconds / base:.3f}", f"{seconds / best:.3f}", *[""] * 7, style="bold")
     return table
 
 
