@@ -135,7 +135,9 @@ def encode(ballot: Ballot, flag: Tensor, rank: int, world_size: int) -> Tensor:
     if ballot.word is not None:
         message[_HEADER + rank] = ballot.word
     packed = message[start:].view(torch.int16)
-    packed[world_size:lanes] = torch.tensor([*ballot.used, *ballot.notes], dtype=torch.int16)
+    answers = bytearray([*ballot.used, *ballot.notes])  # much faster than a tensor from a list
+    if answers:
+        packed[world_size:lanes] = torch.frombuffer(answers, dtype=torch.uint8)
     packed[rank] = int(ballot.flags)
     message = message.to(flag.device, non_blocking=True)
     message[start:].view(torch.int16)[rank] += flag.to(torch.int16)

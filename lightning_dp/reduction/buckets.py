@@ -134,6 +134,7 @@ class Bucket:
         flat: The one-dimensional buffer that is reduced (complex gradients as pairs of real numbers).
         parameters: The parameters whose gradients it holds.
         views: For each of them the view of ``flat`` that becomes its ``grad``, with the parameter's own strides.
+        missing: Slots of the parameters that had no gradient when the buffer was last filled.
     """
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[Tensor]) -> None:
@@ -144,6 +145,7 @@ class Bucket:
         self._storage = storage
         self.views = [self._view(slot) for slot in range(len(self.parameters))]
         self._pointers = [view.data_ptr() for view in self.views]
+        self.missing: list[int] = []
 
     def take(self, slot: int) -> None:
         """Moves one gradient into the buffer, if it is not there yet, and makes it a view of the buffer."""
@@ -153,43 +155,55 @@ class Bucket:
             self.views[slot].copy_(_dense(grad).detach())
             parameter.grad = self.views[slot]
 
-    def take_all(self) -> None:
-        """Moves every gradient that is not in the buffer yet into it, with one fused copy."""
-        views, grads = [], []
-        for slot, parameter in enumerate(self.parameters):
+    def take_all(self) -> list[int]:
+        """Moves every gradient that is not in the buffer yet into it, with one fused copy.
+
+        Returns:
+            The slots of the parameters that have no gradient.
+        """
+        if [view.data_ptr() for view in self.views] != self._pointers:
+            for slot in range(len(self.views)):
+                self._own_memory(slot)
+        views, grads, missing = [], [], []
+        for slot, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
-            if grad is not None and not self._holds(slot, grad):
-                views.append(self.views[slot])
-                grads.append(_dense(grad).detach())
-                parameter.grad = self.views[slot]
+            if grad is None:
+                missing.append(slot)
+            elif grad is not view:
+                views.append(view)
+                grads.append(_dense(grad))
+                parameter.grad = view
         if views:
-            torch._foreach_copy_(views, grads)
+            with torch.no_grad():  # a gradient may have a graph of its own
+                torch._foreach_copy_(views, grads)
+        return missing
 
     def _holds(self, slot: int, grad: Tensor) -> bool:
         """Whether ``grad`` lies in the buffer already."""
-        view = self.views[slot]
-        if view.data_ptr() != self._pointers[slot]:
-            # `p.grad.data = ...` (or `module.float()`) has given our view other memory: it is theirs now.
-            self.views[slot] = self._view(slot)
-            return False
-        return grad is view
+        return self._own_memory(slot) and grad is self.views[slot]
+
+    def _own_memory(self, slot: int) -> bool:
+        """Whether the view still had its place in the buffer; else it is made anew."""
+        if self.views[slot].data_ptr() == self._pointers[slot]:
+            return True
+        # `p.grad.data = ...` (or `module.float()`) has given our view other memory: it is theirs now.
+        self.views[slot] = self._view(slot)
+        return False
 
     def _view(self, slot: int) -> Tensor:
         return _view_like(self._storage, self.layout.offsets[slot], self.parameters[slot])
 
-    def fill(self) -> list[bool]:
+    def fill(self) -> list[int]:
         """Completes the buffer for sending: moves in what is missing and zeroes what has no gradient.
 
         Returns:
-            For each parameter whether this rank has a gradient for it.
+            The slots of the parameters for which this rank has no gradient.
         """
-        self.take_all()
-        has_grad = [parameter.grad is not None for parameter in self.parameters]
+        self.missing = self.take_all()
         # A stale number from the last step must not travel in the place of a missing gradient.
-        missing = [view for view, has in zip(self.views, has_grad, strict=True) if not has]
-        if missing:
-            torch._foreach_zero_(missing)
-        return has_grad
+        if self.missing:
+            torch._foreach_zero_([self.views[slot] for slot in self.missing])
+        return self.missing
 
 
 def _view_like(storage: Tensor, offset: int, parameter: Tensor) -> Tensor:

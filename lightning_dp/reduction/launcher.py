@@ -29,7 +29,8 @@ class Launcher:
 
     Attributes:
         buckets: The buckets, in launch order.
-        used: For each parameter whether this rank had a gradient in the buckets launched.
+        launched: Number of buckets that have left.
+        used: For each parameter whether this rank had a gradient for it, once all have left.
     """
 
     # Above this many elements a gradient is moved into its bucket at once, while it is in the cache; smaller ones are
@@ -50,11 +51,11 @@ class Launcher:
         self._timeline = timeline
         parameters = [parameter for _, parameter in named_parameters]
         self.buckets = [Bucket(layout, parameters) for layout in plan.buckets]
-        self._place = {
-            index: (number, slot)
-            for number, layout in enumerate(plan.buckets)
-            for slot, index in enumerate(layout.indices)
-        }
+        self._bucket_of, self._slot_of = [0] * len(parameters), [0] * len(parameters)
+        for number, layout in enumerate(plan.buckets):
+            for slot, index in enumerate(layout.indices):
+                self._bucket_of[index], self._slot_of[index] = number, slot
+        self._eager = [p.numel() >= self.EAGER_COPY_NUMEL and p.device.type == "cpu" for p in parameters]
         self.arm(None)
 
     def arm(self, expected: Sequence[int] | None) -> None:
@@ -66,15 +67,11 @@ class Launcher:
         """
         self._expected = expected
         self._fires = [0] * len(self._named)
-        self._pending = [sum(p.requires_grad for p in bucket.parameters) for bucket in self.buckets]
+        self._pending = [[p.requires_grad for p in bucket.parameters].count(True) for bucket in self.buckets]
         self._works: list[dist.Work | None] = []
         self._prepared = 0
-        self.used = [False] * len(self._named)
-
-    @property
-    def launched(self) -> int:
-        """Number of buckets that have left."""
-        return len(self._works)
+        self.launched = 0
+        self.used = [True] * len(self._named)
 
     def arrived(self, index: int) -> None:
         """Takes note that the gradient of parameter ``index`` was accumulated; launches what became complete.
@@ -83,22 +80,21 @@ class Launcher:
             LateGradientError: If its bucket has left already.
         """
         self._fires[index] += 1
-        number, slot = self._place[index]
+        number = self._bucket_of[index]
         if number < self.launched:
             raise LateGradientError(
                 f"rank {self._wire.rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
                 f" sent: it was accumulated {self._fires[index]} times in this backward, more often than in the first"
                 " one; use overlap=False for this model"
             )
-        parameter = self._named[index][1]
-        if parameter.numel() >= self.EAGER_COPY_NUMEL and parameter.device.type == "cpu":
-            self.buckets[number].take(slot)
+        if self._eager[index]:
+            self.buckets[number].take(self._slot_of[index])
         if self._expected is not None and self._fires[index] == self._expected[index]:
             self._pending[number] -= 1
             if self._pending[number] == 0:
                 self._timeline.mark("ready", number)
-            while self.launched < len(self.buckets) and self._pending[self.launched] == 0:
-                self._launch()
+                while self.launched < len(self.buckets) and self._pending[self.launched] == 0:
+                    self._launch()
 
     def launch_rest(self) -> None:
         """Launches all buckets that have not left, complete or not; a missing gradient counts as zero."""
@@ -115,6 +111,7 @@ class Launcher:
         assert not self.launched
         for bucket in self.buckets:
             bucket.flat.zero_()
+            bucket.missing = list(range(len(bucket.parameters)))
         self.used = [False] * len(self._named)
 
     def wait(self) -> None:
@@ -129,12 +126,13 @@ class Launcher:
             self._prepare()
         self._timeline.mark("launch", number)
         self._works.append(self._wire.all_reduce(self.buckets[number].flat))
+        self.launched += 1
 
     def _prepare(self) -> None:
         bucket = self.buckets[self._prepared]
         self._timeline.mark("ready", self._prepared)
         self._prepared += 1
-        for index, has_grad in zip(bucket.layout.indices, bucket.fill(), strict=True):
-            self.used[index] = has_grad
+        for slot in bucket.fill():
+            self.used[bucket.layout.indices[slot]] = False
         if self._check is not None:
             self._check.look(bucket)

@@ -306,7 +306,7 @@ class GradientReducer:
         # A parameter stays in the plan when it is frozen for a while, as a GAN's are on every step.
         earlier = {p for _, p in self._named}
         self._named = [(n, p) for n, p in self._all if p.requires_grad or p in earlier]
-        self._index = {p: index for index, (_, p) in enumerate(self._named)}
+        self._index = {id(p): index for index, (_, p) in enumerate(self._named)}  # a tensor's own hash is slow
         verify_same_structure(self._named, self.wire)
         self._parameters = [p for _, p in self._named]
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
@@ -420,7 +420,7 @@ class GradientReducer:
         if not self._pass_open:
             self._stray.add(parameter)
             return
-        index = self._index[parameter]
+        index = self._index[id(parameter)]
         self._reached = True
         if self._tuner is not None:
             self._timeline.mark("gradient", index)
@@ -539,13 +539,13 @@ class GradientReducer:
     def _publish(self, tally: Tally) -> None:
         """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
         for bucket in self._launcher.buckets:
-            for index, parameter, view in zip(bucket.layout.indices, bucket.parameters, bucket.views, strict=True):
+            # Where this rank had a gradient it is the view already.
+            for slot in bucket.missing:
+                used = tally.users[bucket.layout.indices[slot]] > 0
+                bucket.parameters[slot].grad = bucket.views[slot] if used else None
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True) if self._carry else ():
                 if parameter in self._carry:
                     view.add_(self._carry[parameter])
-                elif tally.users[index] == 0:
-                    parameter.grad = None
-                    continue
-                if parameter.grad is not view:
                     parameter.grad = view
         self._carry = {}
 
