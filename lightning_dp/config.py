@@ -38,6 +38,8 @@ class BucketedDDPConfig:
     overlap: bool = True
     uneven: str = "auto"
     pad_samples: bool = False
+    reduce_dtype: Optional[str] = None  # noqa: UP045
+    exact_sums: bool = False
     normalizers: Optional[dict[str, Any]] = None  # noqa: UP045
     process_group_backend: Optional[str] = None  # noqa: UP045 - omegaconf 2.3 knows no `str | None`
     timeout: float = 1800.0

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, cast
 
 from lightning_dp.data.counts import CountFunction, resolve_count
 from lightning_dp.data.padding import UNEVEN_POLICIES
 from lightning_dp.errors import ConfigurationError
 from lightning_dp.reduction.reducer import AUTO, ReducerConfig
+from lightning_dp.reduction.transport import REDUCE_DTYPES
 
 NONFINITE_POLICIES = ("skip", "raise", "drop_rank", "off")
 REPLICA_ACTIONS = ("warn", "raise", "resync")
@@ -73,6 +74,8 @@ class Settings:
     timeout: timedelta | float
     start_method: str
     preflight: float | None = None
+    reduce_dtype: str | None = None
+    exact_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb != AUTO:
@@ -96,6 +99,8 @@ class Settings:
         _check_choice("nonfinite", self.nonfinite, NONFINITE_POLICIES)
         _check_choice("uneven", self.uneven, UNEVEN_POLICIES)
         _check_choice("start_method", self.start_method, START_METHODS)
+        if self.reduce_dtype is not None:
+            _check_choice("reduce_dtype", self.reduce_dtype, tuple(REDUCE_DTYPES))
         resolve_count(self.count)
         if self.normalizers and self.count not in ("samples", "equal"):
             raise ConfigurationError(
@@ -126,6 +131,8 @@ class Settings:
             bool(self.overlap),
             check_nonfinite=self.nonfinite != "off",
             drop_nonfinite=self.nonfinite == "drop_rank",
+            reduce_dtype=cast("Literal['bf16', 'fp16'] | None", self.reduce_dtype),
+            exact_sums=bool(self.exact_sums),
         )
 
 

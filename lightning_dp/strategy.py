@@ -87,6 +87,9 @@ class BucketedDDPStrategy(DDPStrategy):
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
         uneven: What a rank does when its data has run out before the others': see
             :class:`lightning_dp.data.padding.PaddingPolicy`; ``"error"`` raises on all ranks.
+        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire, for half the bytes;
+            weights, optimizer and the gradients it sees keep their precision. ``None`` rounds nothing.
+        exact_sums: With ``reduce_dtype``, add up in float32: the same bytes; the error does not grow with ranks.
         normalizers: For losses in parts: what parts are divided by, by name, each ``"samples"``, ``"tokens"`` or a
             function ``batch -> int``; see :meth:`normalize`. Micro-batches then weigh the same.
         pad_samples: Let Lightning's sampler repeat samples until all ranks have equally many, as it does elsewhere.
@@ -119,6 +122,8 @@ class BucketedDDPStrategy(DDPStrategy):
         overlap: bool = True,
         uneven: Literal["auto", "skip", "replay", "error"] = "auto",
         pad_samples: bool = False,
+        reduce_dtype: Literal["bf16", "fp16"] | None = None,
+        exact_sums: bool = False,
         normalizers: Mapping[str, str | CountFunction] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -147,6 +152,8 @@ class BucketedDDPStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
             preflight=preflight,
+            reduce_dtype=reduce_dtype,
+            exact_sums=exact_sums,
         )
         super().__init__(
             process_group_backend=process_group_backend,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.errors import LateGradientError
 from lightning_dp.insight.timeline import Timeline
 from lightning_dp.reduction.buckets import Bucket, BucketPlan
 from lightning_dp.reduction.nonfinite import LocalCheck
-from lightning_dp.reduction.wire import Wire
+from lightning_dp.reduction.transport import Transfer, Transport
 
 
 class Launcher:
@@ -23,7 +22,8 @@ class Launcher:
     Args:
         plan: Layout of the buckets.
         named_parameters: The parameters that the plan was made from.
-        wire: Where buckets are sent.
+        transport: How buckets are summed.
+        rank: This rank, for messages.
         check: Looks at each bucket before it leaves; ``None`` does not look.
         timeline: Notes when each bucket was ready, launched and done.
 
@@ -41,12 +41,14 @@ class Launcher:
         self,
         plan: BucketPlan,
         named_parameters: Sequence[tuple[str, Tensor]],
-        wire: Wire,
+        transport: Transport,
+        rank: int,
         check: LocalCheck | None,
         timeline: Timeline,
     ) -> None:
         self._named = named_parameters
-        self._wire = wire
+        self._transport = transport
+        self._rank = rank
         self._check = check
         self._timeline = timeline
         parameters = [parameter for _, parameter in named_parameters]
@@ -68,7 +70,7 @@ class Launcher:
         self._expected = expected
         self._fires = [0] * len(self._named)
         self._pending = [[p.requires_grad for p in bucket.parameters].count(True) for bucket in self.buckets]
-        self._works: list[dist.Work | None] = []
+        self._transfers: list[Transfer] = []
         self._prepared = 0
         self.launched = 0
         self.used = [True] * len(self._named)
@@ -83,7 +85,7 @@ class Launcher:
         number = self._bucket_of[index]
         if number < self.launched:
             raise LateGradientError(
-                f"rank {self._wire.rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
+                f"rank {self._rank}: the gradient of '{self._named[index][0]}' changed after its bucket had been"
                 f" sent: it was accumulated {self._fires[index]} times in this backward, more often than in the first"
                 " one; use overlap=False for this model"
             )
@@ -116,8 +118,8 @@ class Launcher:
 
     def wait(self) -> None:
         """Waits for all buckets (on a GPU: makes the current stream wait)."""
-        for number, work in enumerate(self._works):
-            self._wire.wait(work, f"the all-reduce of bucket {number} of {len(self._works)}")
+        for number, transfer in enumerate(self._transfers):
+            self._transport.finish(transfer)
             self._timeline.mark("done", number)
 
     def _launch(self) -> None:
@@ -125,7 +127,8 @@ class Launcher:
         if number == self._prepared:
             self._prepare()
         self._timeline.mark("launch", number)
-        self._works.append(self._wire.all_reduce(self.buckets[number].flat))
+        what = f"the all-reduce of bucket {number} of {len(self.buckets)}"
+        self._transfers.append(self._transport.start(self.buckets[number].flat, what))
         self.launched += 1
 
     def _prepare(self) -> None:

@@ -21,6 +21,7 @@ from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segmen
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 from lightning_dp.reduction.replication import verify_same_structure
+from lightning_dp.reduction.transport import Transport
 from lightning_dp.reduction.tuning import Forecast, PlanTuner
 from lightning_dp.reduction.wire import Wire
 
@@ -44,6 +45,8 @@ class ReducerConfig:
         drop_nonfinite: Leave a rank whose gradients are not finite out of the step, which is then exact over the other
             ranks. What it costs: buckets leave at the end of backward only, as nothing can be taken back from a sum;
             and on a GPU the host waits for the device once more.
+        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire.
+        exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
     """
 
     bucket_cap_mb: float | Literal["auto"] = 25.0
@@ -51,6 +54,8 @@ class ReducerConfig:
     overlap: bool = True
     check_nonfinite: bool = True
     drop_nonfinite: bool = False
+    reduce_dtype: Literal["bf16", "fp16"] | None = None
+    exact_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -346,7 +351,8 @@ class GradientReducer:
         check = self._check if config.check_nonfinite else None
         # The old buckets are given up first; a gradient that lives in one keeps it until it has moved.
         self.__dict__.pop("_launcher", None)
-        self._launcher = Launcher(self.plan, self._named, self.wire, check, self._timeline)
+        self._transport = Transport(self.wire, config.reduce_dtype, config.exact_sums)
+        self._launcher = Launcher(self.plan, self._named, self._transport, self.wire.rank, check, self._timeline)
 
     def _learn(self) -> None:
         """Adopts, on every rank, the order of the first rank that ran a backward, and the highest counts of all.
@@ -495,7 +501,7 @@ class GradientReducer:
         if self._expected is None or self._next_order != self._order:
             return
         if tuner.observe(self._timeline.gradients(), self.last.times.backward_end):
-            nbytes = [p.numel() * p.dtype.itemsize for p in self._parameters]
+            nbytes = [p.numel() * self._transport.itemsize(p.dtype) for p in self._parameters]
             self.forecast = tuner.forecast(self.plan, self._order, nbytes, self.config.overlap)
             if self.forecast is not None:
                 self._next_segments = self.forecast.segments
@@ -515,7 +521,8 @@ class GradientReducer:
         found = []
         in_range = not tally.ranks_with(Flag.LARGE) and factor <= LocalCheck.MAX_FACTOR
         for bucket in self._launcher.buckets:
-            if self.config.check_nonfinite and not in_range and bucket.flat.numel():
+            look = not in_range or self._transport.loses_range(bucket.flat.dtype)
+            if self.config.check_nonfinite and look and bucket.flat.numel():
                 found.append(scale_and_check_(bucket.flat, factor))
             elif factor != 1.0:
                 bucket.flat.mul_(factor)

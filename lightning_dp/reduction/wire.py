@@ -21,8 +21,8 @@ class Wire:
     Attributes:
         rank: This process's rank in the group.
         world_size: Ranks in the group.
-        messages: All-reduces issued since the last :meth:`reset_counters`.
-        nbytes: Bytes handed to them.
+        messages: Collectives issued since the last :meth:`reset_counters`.
+        nbytes: Bytes of all-reduces that send as much.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -45,6 +45,23 @@ class Wire:
         self.nbytes += tensor.numel() * tensor.element_size()
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        """Starts to send the r-th of n equal chunks of ``sent`` to rank r; they come in by rank into ``received``."""
+        self._count_half(sent)
+        work: dist.Work | None = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, gathered: Tensor, mine: Tensor) -> dist.Work | None:
+        """Starts to send ``mine`` to all; everybody's comes in by rank into ``gathered``."""
+        self._count_half(gathered)
+        work: dist.Work | None = dist.all_gather_into_tensor(gathered, mine, group=self.group, async_op=True)
+        return work
+
+    def _count_half(self, tensor: Tensor) -> None:
+        # Each sends (n - 1) / n of the bytes, half of what an all-reduce of them does.
+        self.messages += 1
+        self.nbytes += tensor.numel() * tensor.element_size() // 2
 
     def wait(self, work: dist.Work | None, what: str) -> None:
         """Waits for a collective (on a GPU: makes the current stream wait).
