@@ -70,7 +70,9 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def test_the_table_of_choices_lists_every_file() -> None:
-    files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in ("bench", "launcher")}
+    files = {
+        (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in ("bench", "launcher")
+    }
     assert files == set(CHOICES)
 
 
