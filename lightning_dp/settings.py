@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from lightning_dp.data.counts import CountFunction, resolve_count
 from lightning_dp.data.padding import UNEVEN_POLICIES
 from lightning_dp.errors import ConfigurationError
+from lightning_dp.reduction.comm_hooks import Hook
 from lightning_dp.reduction.reducer import AUTO, ReducerConfig
 from lightning_dp.reduction.transport import REDUCE_DTYPES
 
@@ -29,15 +30,13 @@ START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 # Lightning's own arguments of a strategy, handed on as they are.
 BASE_ARGUMENTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+# Communication hooks as torch DDP takes them, under Lightning's names.
+HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
 # What torch DDP must be told and this strategy does anyway.
 INHERENT_ARGUMENTS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-_HOOKS = "torch DDP's communication hooks act on its own buckets, which do not exist here"
 _ONE_GROUP = "there is one group of replicas: all ranks"
 _WHOLE_BUCKETS = "every gradient is reduced with its bucket"
 REFUSED_ARGUMENTS = {
-    "ddp_comm_state": _HOOKS,
-    "ddp_comm_hook": _HOOKS,
-    "ddp_comm_wrapper": _HOOKS,
     "model_averaging_period": "replicas are identical after every step, so there is nothing to average now and then",
     "delay_all_reduce_named_params": _WHOLE_BUCKETS,
     "param_to_hook_all_reduce": _WHOLE_BUCKETS,
@@ -76,6 +75,8 @@ class Settings:
     preflight: float | None = None
     reduce_dtype: str | None = None
     exact_sums: bool = False
+    comm_hook: Hook | None = None
+    comm_state: Any = None
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb != AUTO:
@@ -101,6 +102,11 @@ class Settings:
         _check_choice("start_method", self.start_method, START_METHODS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, tuple(REDUCE_DTYPES))
+        if self.comm_hook is not None and (self.reduce_dtype is not None or self.bucket_cap_mb == AUTO):
+            raise ConfigurationError(
+                "ddp_comm_hook decides what travels, and may remember it by bucket: use it without reduce_dtype and"
+                " bucket_cap_mb='auto'"
+            )
         resolve_count(self.count)
         if self.normalizers and self.count not in ("samples", "equal"):
             raise ConfigurationError(
@@ -133,6 +139,8 @@ class Settings:
             drop_nonfinite=self.nonfinite == "drop_rank",
             reduce_dtype=cast("Literal['bf16', 'fp16'] | None", self.reduce_dtype),
             exact_sums=bool(self.exact_sums),
+            comm_hook=self.comm_hook,
+            comm_state=self.comm_state,
         )
 
 

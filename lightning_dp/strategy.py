@@ -42,7 +42,7 @@ from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import BASE_ARGUMENTS, INHERENT_ARGUMENTS, NAMES, Settings, check_keywords
+from lightning_dp.settings import BASE_ARGUMENTS, HOOK_ARGUMENTS, INHERENT_ARGUMENTS, NAMES, Settings, check_keywords
 from lightning_dp.watch import Watch, grad_scale
 
 CHECKPOINT_KEY = "lightning_dp"
@@ -98,7 +98,8 @@ class BucketedDDPStrategy(DDPStrategy):
         start_method: How Lightning starts the other local processes: ``"popen"``, ``"spawn"`` or ``"fork"``.
         preflight: Seconds within which all ranks must have started; before the process group is made they find out
             who is missing, differs or cannot be reached. ``None`` does not look.
-        **kwargs: Lightning's own strategy arguments (``cluster_environment``, ``checkpoint_io``, ...). Of torch DDP's,
+        **kwargs: Lightning's own strategy arguments (``cluster_environment``, ``checkpoint_io``, ...); torch DDP's
+            communication hooks in ``ddp_comm_hook``, ``ddp_comm_state``, ``ddp_comm_wrapper``, on any device. Of DDP's,
             ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` are accepted and ignored, as
             what they are for is always so here.
 
@@ -132,7 +133,8 @@ class BucketedDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         own = list(inspect.signature(BucketedDDPStrategy).parameters)[:-1]
-        check_keywords(kwargs, own)
+        check_keywords(kwargs, own, (*BASE_ARGUMENTS, *HOOK_ARGUMENTS))
+        hook, state, wrapper = (kwargs.get(f"ddp_comm_{name}") for name in ("hook", "state", "wrapper"))
         self._settings = Settings(
             bucket_cap_mb=bucket_cap_mb,
             first_bucket_cap_mb=first_bucket_cap_mb,
@@ -154,6 +156,8 @@ class BucketedDDPStrategy(DDPStrategy):
             preflight=preflight,
             reduce_dtype=reduce_dtype,
             exact_sums=exact_sums,
+            comm_hook=wrapper(hook) if wrapper is not None else hook,
+            comm_state=state,
         )
         super().__init__(
             process_group_backend=process_group_backend,

@@ -307,7 +307,7 @@ def test_a_misspelt_key_ends_in_one_line_with_the_keys_there_are(override: str, 
         ("strategy.count=words", ["count='words' is not known", "samples", "tokens", "equal"]),
         # An argument that the strategy does not take, added by force.
         ("+strategy.bucket_cap=1", ["no argument 'bucket_cap'", *STRATEGY_KEYS]),
-        ("+strategy.ddp_comm_hook=x", ["ddp_comm_hook cannot be used with bucketed_ddp"]),
+        ("+strategy.process_group=x", ["process_group cannot be used with bucketed_ddp"]),
         # A class that there is not.
         ("model._target_=no_such_module.Net", ["no_such_module.Net"]),
         # No override at all.

@@ -127,8 +127,7 @@ class Launcher:
         if number == self._prepared:
             self._prepare()
         self._timeline.mark("launch", number)
-        what = f"the all-reduce of bucket {number} of {len(self.buckets)}"
-        self._transfers.append(self._transport.start(self.buckets[number].flat, what))
+        self._transfers.append(self._transport.start(self.buckets[number], number, len(self.buckets)))
         self.launched += 1
 
     def _prepare(self) -> None:

@@ -18,6 +18,7 @@ from lightning_dp.reduction import ballot as ballots
 from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.ballot import Ballot, Flag, Reason, Tally, Verdict
 from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segments
+from lightning_dp.reduction.comm_hooks import Hook, HookTransport
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 from lightning_dp.reduction.replication import verify_same_structure
@@ -47,6 +48,8 @@ class ReducerConfig:
             and on a GPU the host waits for the device once more.
         reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire.
         exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
+        comm_hook: A communication hook as torch DDP takes them; it averages the buckets in the place of an all-reduce.
+        comm_state: What the hook is handed.
     """
 
     bucket_cap_mb: float | Literal["auto"] = 25.0
@@ -56,6 +59,8 @@ class ReducerConfig:
     drop_nonfinite: bool = False
     reduce_dtype: Literal["bf16", "fp16"] | None = None
     exact_sums: bool = False
+    comm_hook: Hook | None = None
+    comm_state: Any = None
 
 
 @dataclass(frozen=True)
@@ -351,7 +356,10 @@ class GradientReducer:
         check = self._check if config.check_nonfinite else None
         # The old buckets are given up first; a gradient that lives in one keeps it until it has moved.
         self.__dict__.pop("_launcher", None)
-        self._transport = Transport(self.wire, config.reduce_dtype, config.exact_sums)
+        if config.comm_hook is not None:
+            self._transport: Transport = HookTransport(self.wire, config.comm_hook, config.comm_state)
+        else:
+            self._transport = Transport(self.wire, config.reduce_dtype, config.exact_sums)
         self._launcher = Launcher(self.plan, self._named, self._transport, self.wire.rank, check, self._timeline)
 
     def _learn(self) -> None:
@@ -406,7 +414,9 @@ class GradientReducer:
         if self._discard:
             self._set_grads([None] * len(self._parameters))
         total, micro_batches = self.reference or (1, 1)
-        return count * micro_batches / (total * self.wire.world_size) if count else 1.0
+        # The sum over ranks is to be the average; a hook averages by itself.
+        ranks = 1 if self.config.comm_hook is not None else self.wire.world_size
+        return count * micro_batches / (total * ranks) if count else 1.0
 
     def _start_window(self) -> None:
         """The first backward after a reduction: sets aside gradients that were not zeroed, and re-plans."""
@@ -467,6 +477,8 @@ class GradientReducer:
         """Casts the ballot, waits, and makes the gradients final."""
         cast = Ballot(self._count, self._micro_batches, self._launcher.used, self.flags, self.notes, self.word)
         message = ballots.encode(cast, self._check.flag(), self.wire.rank, self.wire.world_size)
+        if self.config.comm_hook is not None:
+            self._launcher.wait()  # a hook may send further messages when its first has arrived
         ballot_work = self.wire.all_reduce(message)
         self._launcher.wait()
         self.wire.wait(ballot_work, "the ballot")

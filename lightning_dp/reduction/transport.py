@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dp.reduction.buckets import Bucket
 from lightning_dp.reduction.wire import Wire
 
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,9 +75,10 @@ class Transport:
         """Bytes that an element of this dtype takes on the wire."""
         return self._dtype.itemsize if self._dtype is not None and self.narrows(dtype) else dtype.itemsize
 
-    def start(self, flat: Tensor, what: str) -> Transfer:
-        """Starts to sum a filled bucket; all ranks start the same ones in the same order."""
-        transfer = Transfer(flat, what)
+    def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
+        """Starts to sum a filled bucket, one of ``total``; all ranks start the same ones in the same order."""
+        flat = bucket.flat
+        transfer = Transfer(flat, f"the all-reduce of bucket {number} of {total}")
         if not self.narrows(flat.dtype) or flat.numel() == 0:
             transfer.work = self._wire.all_reduce(flat)
             return transfer
