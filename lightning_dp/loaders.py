@@ -308,9 +308,7 @@ class _LightningJointLoader(JointLoader):
         known = [length for length in lengths if length is not None]
         if self.combined._mode == "min_size":
             return min(known, default=None)
-        if len(known) < len(lengths):
-            return None
-        return sum(known) if self.combined._mode == "sequential" else max(known)
+        return max(known) if len(known) == len(lengths) else None
 
 
 class _JointCombinedLoader(CombinedLoader):
@@ -332,9 +330,8 @@ class _JointCombinedLoader(CombinedLoader):
 
 
 def _join(original: Callable[[], Any], training: bool) -> Any:
-    """What a data source gives, with several loaders made one: all to train on, and all that are iterated together."""
+    """What a data source gives, with several loaders that are iterated together made one."""
     given = original()
     default: Any = "max_size_cycle" if training else "sequential"
     combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, default)
-    one_after_the_other = combined._mode == "sequential" and not training
-    return given if len(combined.flattened) < 2 or one_after_the_other else _JointCombinedLoader(combined)
+    return given if len(combined.flattened) < 2 or combined._mode == "sequential" else _JointCombinedLoader(combined)

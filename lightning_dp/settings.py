@@ -141,6 +141,7 @@ class Settings:
             exact_sums=bool(self.exact_sums),
             comm_hook=self.comm_hook,
             comm_state=self.comm_state,
+            measure_norm=self.spike_factor is not None,
         )
 
 

@@ -1,4 +1,4 @@
-"""The Lightning strategy: the only file that touches Lightning's private parts (each checked on Lightning 2.6.6)."""
+"""The Lightning strategy: with loaders.py the only file that touches Lightning's private parts (checked on 2.6.6)."""
 
 from __future__ import annotations
 
@@ -231,9 +231,11 @@ class BucketedDDPStrategy(DDPStrategy):
             reason: For the message.
 
         Raises:
-            LightningDPError: If the ranks have agreed on this step already.
+            LightningDPError: If the ranks have agreed on this step already, or no training batch is being worked on.
         """
-        assert self._reducer is not None, "veto outside of fit"
+        module = self.lightning_module
+        if self._reducer is None or module is None or not module.trainer.training:
+            raise LightningDPError("a veto is about a training step: cast it while a training batch is worked on")
         if self._steps_pending:
             raise LightningDPError(
                 f"{self._where()}: a veto comes too late, the ranks have agreed on this step at the end of backward;"
@@ -367,6 +369,10 @@ class BucketedDDPStrategy(DDPStrategy):
                 "nonfinite='drop_rank' cannot be used with a GradScaler, to which an overflow on any rank says that its"
                 " scale is too high; use nonfinite='skip', or precision='bf16-mixed'"
             )
+        if self._settings.spike_factor is not None and any(isinstance(o, LBFGS) for o in self.optimizers):
+            raise ConfigurationError(
+                "spike_factor cannot be used with LBFGS, whose line search tries points at which gradients are large"
+            )
         if any(isinstance(optimizer, SparseAdam) for optimizer in self.optimizers):
             raise ConfigurationError("SparseAdam needs sparse gradients, which are made dense here; use Adam")
         if self._ddp_kwargs:
@@ -376,7 +382,7 @@ class BucketedDDPStrategy(DDPStrategy):
         ignored = self._ignored()
         named = [(name, p) for name, p in self.model.named_parameters() if name not in ignored]
         self._reducer = GradientReducer(named, config=self._settings.reducer)
-        self._stop = ()
+        self._stop, self._steps_pending = (), False
         self._watch = Watch(
             module,
             lambda: self.optimizers,
@@ -433,8 +439,7 @@ class BucketedDDPStrategy(DDPStrategy):
             self._loaders.take(dataloader_idx)
             trainer = self.lightning_module.trainer
             if self._watch is not None and trainer.training:
-                first = trainer.fit_loop.epoch_loop.batch_idx < 0
-                self._watch.receive(batch, self._loaders.padding, trainer.current_epoch, first)
+                self._watch.receive(batch, self._loaders.padding, trainer.current_epoch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _compare_samplers(self, loader: object) -> None:
@@ -528,7 +533,8 @@ class BucketedDDPStrategy(DDPStrategy):
         loss = loss * divided_by if divided_by not in (None, 1) else loss
         before = self._reducer.last
         assert self._watch is not None
-        self._watch.cast()
+        if self._reducer.syncs:
+            self._watch.cast()
         with self._reducer.backward_pass(self._count, f"batch {self._batch_idx}", divided_by, loss) as weight:
             self.precision_plugin.backward(closure_loss * weight, module, optimizer, *args, **kwargs)
         if self._reducer.last is not before:
@@ -557,6 +563,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._check_known(optimizer)
         if isinstance(optimizer, LBFGS):
             output = super().optimizer_step(optimizer, partial(self._global_loss, closure), model, **kwargs)
+            self._steps_pending = False
             self._progress.attempted += 1
             return output
         result = closure()
@@ -596,6 +603,7 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def _global_loss(self, closure: Callable[[], Any]) -> Any:
         """The loss over all ranks, for an optimizer that decides by it: by their own losses ranks would part ways."""
+        self._steps_pending = False
         loss = closure()
         assert self._reducer is not None and self._reducer.last is not None
         last = self._reducer.last
@@ -605,7 +613,8 @@ class BucketedDDPStrategy(DDPStrategy):
             )
         if not isinstance(loss, Tensor):
             return loss
-        mine = loss.detach() * self._count if self._count else torch.zeros_like(loss)
+        counts = self._count and self.global_rank not in last.verdict.dropped
+        mine = loss.detach() * self._count if counts else torch.zeros_like(loss)
         return super().reduce(mine, reduce_op="sum") / max(1, last.tally.count)
 
     def _check_known(self, optimizer: Optimizer) -> None:
@@ -693,7 +702,7 @@ class BucketedDDPStrategy(DDPStrategy):
         assert self._reducer is not None and self._reducer.last is not None
         assert self._watch is not None
         last = self._reducer.last
-        verdict = self._watch.judge(last.tally, last.verdict, grad_scale(self.precision_plugin))
+        verdict = self._watch.judge(last, grad_scale(self.precision_plugin))
         self._steps_pending = True
         self._stop = self._stop or last.tally.ranks_with(Flag.STOP)
         self._progress.note(verdict, last.tally.count, last.carried)

@@ -18,7 +18,7 @@ from lightning_dp.health.same_data import SameDataCheck, batch_fingerprint
 from lightning_dp.health.samplers import SamplerFacts, compare_samplers
 from lightning_dp.health.spikes import SpikeRule
 from lightning_dp.reduction.ballot import Reason, Tally, Verdict
-from lightning_dp.reduction.reducer import GradientReducer
+from lightning_dp.reduction.reducer import GradientReducer, Reduction
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import Settings
 
@@ -53,15 +53,15 @@ class Watch:
         self._ignored = frozenset(ignored)
         self._expects_equal_data = expects_equal_data
         self._buffers = ModuleBuffers(module, self._ignored)
-        self._sends_buffers = settings.broadcast_buffers == "step"
-        self._stale: list[str] = []  # buffers that some rank has changed since rank 0's were sent
-        self._changing: set[str] = set()  # those that any rank has ever changed
+        self._stale = False  # whether some rank has changed buffers since rank 0's were sent
+        self._unsent: set[str] = set()  # buffers that cannot be sent
         self._checked_at = 0
         self._replicas = ReplicaCheck(wire, self._state, settings.on_replica_mismatch, module.device)
         self._facts: Sequence[SamplerFacts] = ()
         self._same_data: SameDataCheck | None = None
+        self._epoch = -1
         self._word: int | None = None
-        self.spikes = SpikeRule(settings.spike_factor) if settings.spike_factor is not None else None
+        self._spikes: dict[str, SpikeRule] = {}  # by the optimizers whose gradients they judge
         self._steps = 0
         self._never_used = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
@@ -78,13 +78,14 @@ class Watch:
             for complaint in compare_samplers(facts):
                 self._complain_of_data(f"training loaders differ between ranks: {complaint}")
 
-    def receive(self, batch: Any, padding: bool, epoch: int, first: bool) -> None:
+    def receive(self, batch: Any, padding: bool, epoch: int) -> None:
         """Takes the fingerprint of a training batch, while it is on the host, in the first steps of an epoch."""
         if self._settings.same_data == "off" or self._wire.world_size == 1:
             return
         if self._same_data is None:
             self._same_data = SameDataCheck(self._facts, legitimate=self._expects_equal_data)
-        if first:
+        if epoch != self._epoch:
+            self._epoch = epoch
             self._same_data.start_epoch(epoch)
         if self._same_data.wants_more:
             mine = None if padding else batch_fingerprint(batch)
@@ -107,16 +108,17 @@ class Watch:
     # ------------------------------------------------------------------------------------------- a window, a step
 
     def start_batch(self, steps: int) -> None:
-        """Before a batch is worked on: when a window begins, buffers are sent if they are to be, and remembered.
+        """Before a batch is worked on: when a window begins, buffers are sent if they are to be, and copied.
 
         Args:
             steps: Optimizer steps taken or skipped so far.
         """
         if not self._reducer.window_begins:
+            if not self._buffers.has_begun:
+                self._buffers.begin()  # resumed within a window
             return
-        if self._stale:
-            self._buffers.broadcast(self._wire, self._stale)
-            self._stale = []
+        if self._stale and self._settings.broadcast_buffers == "step":
+            self._send_buffers()
         every = self._settings.check_replicas_every
         if every and steps >= self._checked_at + every:
             self.check_replicas(steps)
@@ -124,16 +126,15 @@ class Watch:
 
     def cast(self) -> None:
         """Before the backward that ends a window: what this rank's ballot is to say."""
-        if self._sends_buffers:
-            self._reducer.notes = self._buffers.changed()
+        if self._settings.broadcast_buffers != "off":
+            self._reducer.notes = [*self._buffers.changed(), *self._buffers.resized()]
         self._reducer.word, self._word = self._word, None
 
-    def judge(self, tally: Tally, verdict: Verdict, scale: float) -> Verdict:
+    def judge(self, reduction: Reduction, scale: float) -> Verdict:
         """After a reduction: what follows from what the ranks have said.
 
         Args:
-            tally: What they said.
-            verdict: The verdict so far.
+            reduction: What they said, and the verdict so far.
             scale: What a GradScaler has multiplied gradients by.
 
         Returns:
@@ -142,16 +143,29 @@ class Watch:
         Raises:
             SameDataError: If ranks are fed the same data and the policy is to raise.
         """
-        changed = [name for name, ranks in zip(self._buffers.names, tally.notes, strict=False) if ranks]
-        self._stale = list(dict.fromkeys([*self._stale, *changed]))
-        self._changing.update(changed)
+        tally, verdict = reduction.tally, reduction.verdict
+        self._note_buffers(tally.notes)
         self._judge_data(tally.words)
         self._note_unused(tally)
-        if self.spikes is not None and verdict.step:
-            spike = self.spikes.judge(self._reducer.gradient_norm() / scale)
+        if self._wire.rank in verdict.dropped:
+            self.put_back()
+        if self._settings.spike_factor is not None and verdict.step:
+            spike = self._spike_rule(tally).judge(reduction.norm / scale)
             if spike:
                 return Verdict(Reason.VETO, detail=spike)
         return verdict
+
+    def _spike_rule(self, tally: Tally) -> SpikeRule:
+        """The rule for these gradients: those of one optimizer say nothing of what is usual for another's."""
+        used = set(self._reducer.names_used(tally))
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        owners = [
+            str(number)
+            for number, optimizer in enumerate(self._optimizers())
+            if any(names.get(id(p)) in used for group in optimizer.param_groups for p in group["params"])
+        ]
+        assert self._settings.spike_factor is not None
+        return self._spikes.setdefault(",".join(owners), SpikeRule(self._settings.spike_factor))
 
     def put_back(self) -> None:
         """A step is skipped: its forward passes are to leave nothing in the buffers."""
@@ -172,9 +186,48 @@ class Watch:
 
     def start_evaluation(self) -> None:
         """All ranks evaluate with rank 0's buffers."""
-        if self._settings.broadcast_buffers != "off":
-            self._buffers.broadcast(self._wire)
-            self._stale = []
+        if self._settings.broadcast_buffers != "off" and self._buffers.names:
+            self._agree_on_buffers()
+            self._send_buffers()
+
+    def _send_buffers(self) -> None:
+        self._stale = False
+        sent = [n for n in self._buffers.names if n in self._buffers.changing and n not in self._unsent]
+        if sent:
+            self._buffers.broadcast(self._wire, sent)
+
+    def _note_buffers(self, notes: Sequence[int]) -> None:
+        """Takes in how many ranks have changed each buffer, and how many have one of another size."""
+        names = self._buffers.names
+        if not notes or not names:
+            return
+        changed = {name for name, ranks in zip(names, notes[: len(names)], strict=True) if ranks}
+        resized = {name for name, ranks in zip(names, notes[len(names) :], strict=True) if ranks}
+        self._buffers.changing |= changed
+        self._stale = self._stale or bool(changed)
+        if resized - self._unsent:
+            rank_zero_warn(
+                f"rank 0's {', '.join(sorted(resized - self._unsent)[:MAX_NAMED])} cannot be sent to the other ranks,"
+                " as on some rank it has another shape than at the start, or is gone; it stays each rank's own"
+            )
+            self._unsent |= resized
+
+    def _agree_on_buffers(self) -> None:
+        """Asks all ranks which buffers change, beyond what their ballots have said.
+
+        Where a value differs from the first one on some ranks only, and nobody has seen it written, it is not taken
+        for a change: all ranks run the same code.
+        """
+        written = self._buffers.changed()
+        differs = self._buffers.compare()
+        answers = [*written, *self._buffers.resized(), *(name in differs for name in self._buffers.names)]
+        counts = torch.tensor(answers, dtype=torch.int64, device=self._module.device)
+        self._wire.wait(self._wire.all_reduce(counts), "the agreement on buffers that change")
+        self._wire.reset_counters()
+        size = len(self._buffers.names)
+        *notes, values = counts[:size].tolist(), counts[size : 2 * size].tolist(), counts[2 * size :].tolist()
+        everywhere = [int(ranks == self._wire.world_size) for ranks in values]
+        self._note_buffers([*(a + b for a, b in zip(notes[0], everywhere, strict=True)), *notes[1]])
 
     def check_replicas(self, steps: int) -> None:
         """Compares what ranks hold; all ranks together.
@@ -184,12 +237,16 @@ class Watch:
         """
         if self._settings.check_replicas_every and self._wire.world_size > 1:
             self._checked_at = steps
+            if self._buffers.names and self._settings.broadcast_buffers != "off":
+                self._agree_on_buffers()
             self._replicas.check(f"before step {steps}")
 
     def _state(self) -> Iterator[tuple[str, Any]]:
+        constants = set(self._buffers.names) - self._buffers.changing - self._unsent
+
         def compares(buffer: str) -> bool:
-            own = buffer in self._ignored or not self._sends_buffers
-            return not own and (not self._stale or buffer not in self._changing)
+            # Buffers that change are made equal when they are sent, and not before.
+            return buffer in constants and self._settings.broadcast_buffers != "off"
 
         # A sharded optimizer holds another part on every rank.
         whole = [o for o in self._optimizers() if type(o).__name__ != "ZeroRedundancyOptimizer"]
@@ -220,13 +277,21 @@ class Watch:
     # ------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {"spikes": self.spikes.state_dict() if self.spikes is not None else None}
+        """What a resumed run needs; within an accumulation window also the buffers that it began with."""
+        within = not self._reducer.window_begins and self._buffers.has_begun
+        return {
+            "spikes": {owners: rule.state_dict() for owners, rule in self._spikes.items()},
+            "buffers": self._buffers.copies() if within else None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`'s result."""
-        if self.spikes is not None and state["spikes"] is not None:
-            self.spikes.load_state_dict(state["spikes"])
+        for owners, norms in state["spikes"].items():
+            if self._settings.spike_factor is not None:
+                self._spikes[owners] = SpikeRule(self._settings.spike_factor)
+                self._spikes[owners].load_state_dict(norms)
+        if state["buffers"] is not None:
+            self._buffers.begin_from(state["buffers"])
 
 
 def grad_scale(precision: Any) -> float:

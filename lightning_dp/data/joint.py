@@ -71,6 +71,9 @@ class JointLoader:
     def go_on(self, state: dict[str, list[Any]]) -> None:
         """Takes the parts to where they stood, for an iteration that begins there."""
         self._load(state["now"])
+        for part in self.parts:
+            if has_state(part):
+                iter(part)  # one that resumes when it is iterated does not in the iteration after that
 
     def _part_states(self) -> list[Any]:
         return [part.state_dict() if has_state(part) else None for part in self.parts]

@@ -120,6 +120,7 @@ class LockstepLoader:
         self._spare = END
         self._source = LookAhead(iter(()), lambda: None)
         self._go_on_from: Any = None
+        self._rewind_to: Any = None
         self._parts = loader.parts if isinstance(loader, JointLoader) else [loader]
         samplers = [getattr(part, "sampler", None) for part in self._parts]
         self._samplers = [sampler for sampler in samplers if isinstance(sampler, UnpaddedSampler)]
@@ -144,8 +145,8 @@ class LockstepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Starts an epoch; nothing is loaded before the first batch is asked for."""
-        if self._used.inner is not None and (self._handed_out or self._source.ahead):
-            self._go_on_from = self._used.inner  # what was drawn ahead of an epoch that was cut short is drawn again
+        ahead = bool(self._handed_out) or self._source.ahead
+        self._rewind_to = self._used.inner if ahead and not self._ends_early else None
         self._begin_epoch()
         self._resumed_from = None
         self.policy.start_epoch()
@@ -287,16 +288,32 @@ class LockstepLoader:
             # As late as this: Lightning gives every rank the state of rank 0's loader.
             go_on = self.loader.go_on if isinstance(self.loader, JointLoader) else self.loader.load_state_dict  # type: ignore[attr-defined]
             go_on(self._go_on_from)
+            iter(self.loader)  # as the run that was not interrupted had done before this epoch
         self._go_on_from = None
         if self._used.padding:
             source = iter(())  # a stateful loader that has come to its end would start its next epoch
         elif skip and self._dealt_out is None and (inner is None or isinstance(self.loader, JointLoader)):
             source = self._drawn_again(skip)
         else:
-            source = iter(self.loader)
+            source = self._iterator()
         if self._first_position:
             self._restore_rng()
         return source
+
+    def _iterator(self) -> Iterator[Any]:
+        """Begins an iteration. A loader that goes on where it stood is to give once more what was drawn ahead.
+
+        That is what an epoch that a limit cut short did not use. A loader that begins anew has another state then.
+        """
+        rewind_to, self._rewind_to = self._rewind_to, None
+        if rewind_to is None or isinstance(self.loader, JointLoader):
+            return iter(self.loader)
+        before = self.loader.state_dict()  # type: ignore[attr-defined]
+        source = iter(self.loader)
+        if self.loader.state_dict() != before:  # type: ignore[attr-defined]
+            return source
+        self.loader.load_state_dict(rewind_to)  # type: ignore[attr-defined]
+        return iter(self.loader)
 
     def _drawn_again(self, skip: int) -> Iterator[Any]:
         """Draws seen batches once more and drops them, from the same random numbers, so that the order is the same."""

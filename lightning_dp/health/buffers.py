@@ -14,46 +14,45 @@ from lightning_dp.reduction.wire import Wire
 class ModuleBuffers:
     """The buffers of a module, looked up by name each time, so that one replaced by assignment is followed.
 
-    Whether a buffer changes is seen by its version, which autograd counts up, in every window. Not all writes are
-    counted: those of ``F.batch_norm`` and through ``.data`` are not. So in the first windows, and now and then later,
-    values are compared, too. A buffer that has changed once is taken to change always.
+    A buffer *changes* if training ever writes to it or replaces it; else it is a constant. That is seen by its version,
+    which autograd counts up, or by that of another buffer of the same layer: ``F.batch_norm`` writes its statistics
+    uncounted, but BatchNorm counts its batches. Writes through ``.data`` are not counted at all, so values are
+    compared, too, in the first windows and when :meth:`compare` is called.
 
     Args:
-        module: The module. Its buffers' names are those that it has now.
+        module: The module. Its buffers' names are those that it has now; later ones are each rank's own.
         ignored: Names that are each rank's own business.
 
     Attributes:
         names: Names of the buffers, in the same order on every rank.
+        changing: Names of those known to change.
     """
 
     # A larger buffer is copied at the start of a window only if it is known to change: most large ones are constants.
     ALWAYS_COPIED_NBYTES = 2**20
-    FIRST_COMPARED = 4
-    COMPARED_EVERY = 64
+    WINDOWS_COMPARED = 4
 
     def __init__(self, module: nn.Module, ignored: Iterable[str] = ()) -> None:
         ignored = frozenset(ignored)
         self._module = module
         self.names = [name for name, _ in module.named_buffers() if name not in ignored]
-        self._windows = 0
-        self._marks: dict[str, tuple[int, int]] = {}
-        self._compared: list[str] = []
-        self._prints: Tensor | None = None
+        self.changing: set[str] = set()
+        buffers = self._lookup()
+        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
+        self._marks = {name: _mark(buffer) for name, buffer in buffers.items()}
+        self._prints = self._fingerprints(buffers)
         self._copies: dict[str, Tensor] = {}
-        self._known: set[str] = set()
+        self._windows = 0
 
     def begin(self) -> None:
-        """Remembers the buffers as they are at the start of an accumulation window."""
-        buffers = self._lookup()
-        self._marks = {name: _mark(buffer) for name, buffer in buffers.items() if name not in self._known}
-        compares = self._windows < self.FIRST_COMPARED or self._windows % self.COMPARED_EVERY == 0
+        """Keeps copies of the buffers as they are at the start of an accumulation window."""
         self._windows += 1
-        self._compared = list(self._marks) if compares else []
-        self._prints = fingerprints([buffers[name] for name in self._compared]) if self._compared else None
+        buffers = self._lookup()
+        self._copies = {name: copy for name, copy in self._copies.items() if name in buffers}
         for name, buffer in buffers.items():
-            if not (buffer.is_floating_point() or buffer.is_complex()):
+            if not _is_floating(buffer):
                 continue
-            if buffer.nbytes > self.ALWAYS_COPIED_NBYTES and name not in self._known:
+            if buffer.nbytes > self.ALWAYS_COPIED_NBYTES and name not in self.changing:
                 continue
             copy = self._copies.get(name)
             if copy is not None and copy.shape == buffer.shape and copy.dtype == buffer.dtype:
@@ -61,15 +60,30 @@ class ModuleBuffers:
             else:
                 self._copies[name] = buffer.detach().clone()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a start of a window to go back to."""
+        return self._windows > 0
+
     def changed(self) -> list[bool]:
-        """For each name whether the buffer was written to, or replaced, since :meth:`begin`."""
+        """For each name whether the buffer is known to change, as of now."""
         buffers = self._lookup()
-        self._known.update(name for name, mark in self._marks.items() if _mark(buffers.get(name)) != mark)
-        if self._prints is not None and all(name in buffers for name in self._compared):
-            differs = fingerprints([buffers[name] for name in self._compared]) != self._prints
-            self._known.update(name for name, does in zip(self._compared, differs.tolist(), strict=True) if does)
-            self._prints = None
-        return [name in self._known for name in self.names]
+        written = {name for name in self._constants(buffers) if _mark(buffers[name]) != self._marks[name]}
+        layers = {name.rpartition(".")[0] for name in written}
+        self.changing |= {n for n in self._constants(buffers) if n in written or n.rpartition(".")[0] in layers - {""}}
+        if self._windows <= self.WINDOWS_COMPARED:
+            self.changing |= self.compare()
+        return [name in self.changing for name in self.names]
+
+    def compare(self) -> set[str]:
+        """Names of the buffers not known to change whose values are not those that they had at first."""
+        prints = self._fingerprints(self._lookup())
+        return {name for name, value in prints.items() if value != self._prints.get(name)}
+
+    def resized(self) -> list[bool]:
+        """For each name whether the buffer has another shape than at first, or is gone."""
+        buffers = self._lookup()
+        return [name not in buffers or buffers[name].shape != self._shapes[name] for name in self.names]
 
     def put_back(self) -> list[str]:
         """Gives floating-point buffers the values that they had at :meth:`begin`.
@@ -81,14 +95,27 @@ class ModuleBuffers:
         buffers = self._lookup()
         for name, copy in self._copies.items():
             buffer = buffers.get(name)
-            if buffer is not None and copy.shape == buffer.shape:
+            if buffer is None:
+                continue  # its layer is another one now
+            if copy.shape == buffer.shape:
                 # Through `data`: the graph of a loss that is still alive must not find its saved tensors changed.
                 buffer.data.copy_(copy)
             else:
                 owner, _, last = name.rpartition(".")
                 setattr(self._module.get_submodule(owner), last, copy.clone())
-        floating = {n for n, b in buffers.items() if b.is_floating_point() or b.is_complex()}
-        return [name for name in self.names if name in self._known & floating and name not in self._copies]
+        lost = self.changing - self._copies.keys()
+        return [name for name in self.names if name in lost and name in buffers and _is_floating(buffers[name])]
+
+    def copies(self) -> dict[str, Tensor]:
+        """The values that :meth:`put_back` gives."""
+        return {name: copy.cpu() for name, copy in self._copies.items()}
+
+    def begin_from(self, copies: dict[str, Tensor]) -> None:
+        """Goes on in a window that began with these values."""
+        self.begin()
+        for name, copy in self._copies.items():
+            if name in copies and copies[name].shape == copy.shape:
+                copy.copy_(copies[name])
 
     def broadcast(self, wire: Wire, names: Iterable[str] | None = None) -> None:
         """Overwrites every rank's buffers with rank 0's, bit for bit, in one message; all ranks together.
@@ -113,7 +140,18 @@ class ModuleBuffers:
         known = set(self.names)
         return {name: buffer for name, buffer in self._module.named_buffers() if name in known}
 
+    def _constants(self, buffers: dict[str, Tensor]) -> list[str]:
+        return [name for name in buffers if name not in self.changing]
 
-def _mark(buffer: Tensor | None) -> tuple[int, int]:
+    def _fingerprints(self, buffers: dict[str, Tensor]) -> dict[str, int]:
+        names = self._constants(buffers)
+        return dict(zip(names, fingerprints([buffers[name] for name in names]).tolist(), strict=True)) if names else {}
+
+
+def _is_floating(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
     """Changes when a buffer is replaced, or written to in a way that autograd counts."""
-    return id(buffer), -1 if buffer is None or buffer.is_inference() else buffer._version
+    return id(buffer), -1 if buffer.is_inference() else buffer._version

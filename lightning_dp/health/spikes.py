@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from typing import Any
@@ -32,9 +33,12 @@ class SpikeRule:
         Returns:
             What is wrong with it, for a message; empty if it is no spike.
         """
+        if not math.isfinite(norm):
+            return ""  # which others look for
         if len(self._norms) >= self._warmup:
             median = statistics.median(self._norms)
-            if norm > self._factor * median:
+            # A median of 0 tells of a loss that is mostly satisfied, and nothing of how steep it is otherwise.
+            if median and norm > self._factor * median:
                 return (
                     f"the gradient's norm {norm:.4g} is more than {self._factor:g} times the median {median:.4g} of the"
                     f" last {len(self._norms)} steps (spike_factor)"

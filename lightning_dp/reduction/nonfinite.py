@@ -69,6 +69,11 @@ class LocalCheck:
         self._suspects: list[tuple[Bucket, Tensor]] = []
         self._described: list[str] = []
 
+    def blame(self, description: str) -> None:
+        """Takes note that this rank's gradients of the window were found to be bad before."""
+        self._flags |= Flag.NONFINITE
+        self._described.append(description)
+
     def look(self, bucket: Bucket) -> None:
         """Looks at one filled bucket. Never makes a GPU's host wait."""
         if bucket.flat.numel() == 0:

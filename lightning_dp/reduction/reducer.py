@@ -50,6 +50,7 @@ class ReducerConfig:
         exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
         comm_hook: A communication hook as torch DDP takes them; it averages the buckets in the place of an all-reduce.
         comm_state: What the hook is handed.
+        measure_norm: Measure the norm of the averaged gradients; one pass over them, and a GPU's host waits for it.
     """
 
     bucket_cap_mb: float | Literal["auto"] = 25.0
@@ -61,6 +62,7 @@ class ReducerConfig:
     exact_sums: bool = False
     comm_hook: Hook | None = None
     comm_state: Any = None
+    measure_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Reduction:
         messages: All-reduces issued, the ballot included.
         nbytes: Bytes handed to them.
         times: When buckets were ready, launched and done.
+        norm: Euclidean norm of the averaged gradients, without earlier ones that were added; 0 if not measured.
     """
 
     verdict: Verdict
@@ -84,6 +87,7 @@ class Reduction:
     messages: int
     nbytes: int
     times: StepTimes
+    norm: float = 0.0
 
 
 class GradientReducer:
@@ -184,6 +188,11 @@ class GradientReducer:
             self._set_reference(*total.tolist())
 
     @property
+    def syncs(self) -> bool:
+        """Whether the next backward ends an accumulation window."""
+        return self._sync
+
+    @property
     def window_begins(self) -> bool:
         """Whether the next backward is the first of an accumulation window."""
         return self._averaged or not self._labels
@@ -243,8 +252,8 @@ class GradientReducer:
         """Names of the parameters for which some rank had a gradient."""
         return [name for (name, _), users in zip(self._named, tally.users, strict=True) if users]
 
-    def gradient_norm(self) -> float:
-        """Euclidean norm of the averaged gradients, the same on every rank; on a GPU the host waits for it."""
+    def _norm(self) -> float:
+        """Of the averaged gradients, the same on every rank."""
         flats = [bucket.flat for bucket in self._launcher.buckets if bucket.flat.numel()]
         norms = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
         return float(torch.stack([norm.double() for norm in norms]).norm()) if norms else 0.0
@@ -279,14 +288,22 @@ class GradientReducer:
         """What the accumulation window under way holds so far, summed over the ranks, which take part together.
 
         Returns:
-            Weighted gradients by name, their count and number of micro-batches; ``None`` between windows.
+            Weighted gradients by name, their count and number of micro-batches, vetoes, and what is bad about whose
+            gradients; ``None`` between windows.
         """
         if self._averaged or not self._labels:
             return None
-        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int64, device=self._device)
-        sums = torch.cat([used, torch.tensor([self._count, self._micro_batches], device=self._device)])
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        bad = "" if all(bool(torch.isfinite(grad).all()) for grad in grads) else "a gradient made before the checkpoint"
+        said = self.wire.gather((self._veto, bad))
+        # What is bad is told, and not added: it would spoil the sum, and nobody would know whose it was.
+        mine = [None if bad else p.grad for p in self._parameters]
+        used = torch.tensor([grad is not None for grad in mine], dtype=torch.int64, device=self._device)
+        count = 0 if bad else self._count
+        sums = torch.cat([used, torch.tensor([count, self._micro_batches], device=self._device)])
         grads = [
-            (torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()).contiguous() for p in self._parameters
+            (torch.zeros_like(p) if grad is None else grad.detach().clone()).contiguous()
+            for p, grad in zip(self._parameters, mine, strict=True)
         ]
         for tensor in (sums, *(torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)):
             self.wire.wait(self.wire.all_reduce(tensor), "the sum of an accumulation window")
@@ -294,12 +311,26 @@ class GradientReducer:
         *users, count, micro_batches = sums.tolist()
         named = zip(self._named, grads, users, strict=True)
         by_name = {name: grad.cpu() for (name, _), grad, n in named if n}
-        return {"gradients": by_name, "count": count, "micro_batches": micro_batches}
+        return {
+            "gradients": by_name,
+            "count": count,
+            "micro_batches": micro_batches,
+            "vetoes": [veto for veto, _ in said],
+            "bad": [bad for _, bad in said],
+        }
 
     def resume_window(self, state: dict[str, Any]) -> None:
-        """Takes over :meth:`window_state`'s result: rank 0 goes on with it, the other ranks with nothing."""
+        """Takes over :meth:`window_state`'s result: one rank goes on with the sum, the others with nothing."""
         self._labels = [("the batches before the checkpoint", None)]
-        if self.wire.rank == 0:
+        same_ranks = len(state["vetoes"]) == self.wire.world_size
+        for rank, (veto, bad) in enumerate(zip(state["vetoes"], state["bad"], strict=True)):
+            if self.wire.rank == (rank if same_ranks else 0):
+                if veto:
+                    self.veto(veto)
+                if bad:
+                    self._check.blame(bad)
+        holder = state["bad"].index("") if same_ranks and "" in state["bad"] else 0
+        if self.wire.rank == holder:
             self._count, self._micro_batches = state["count"], state["micro_batches"]
             self._resumed = state["gradients"]  # set when backward begins, as a Trainer zeroes gradients before
 
@@ -489,6 +520,7 @@ class GradientReducer:
         self.flags, self.word = Flag.NONE, None
         factor = self._final_factor(tally, divided_by)
         overflow = self._scale(factor, tally)
+        norm = self._norm() if self.config.measure_norm else 0.0
         carried = bool(self._carry)
         verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
         self._publish(tally)
@@ -501,6 +533,7 @@ class GradientReducer:
             self.wire.messages,
             self.wire.nbytes,
             self._timeline.read(len(self.plan.buckets)),
+            norm,
         )
         if self._tuner is not None:
             self._tune(self._tuner)
