@@ -30,7 +30,8 @@ class BucketedDDPStrategy(DDPStrategy):
     """:class:`lightning_dp.BucketedDDPStrategy` for Fabric: the step that one device with the whole batch would take.
 
     ``fabric.backward`` averages gradients over all samples of all ranks, within ``fabric.no_backward_sync`` it only
-    accumulates them, and if any rank's gradient is not finite, ``optimizer.step()`` does nothing on any rank. ::
+    accumulates them, and if any rank's gradient is not finite, ``optimizer.step()`` does nothing on any rank: rank 0
+    warns and says whose it was, and :attr:`last_step_skipped` tells, for a scheduler of one's own. ::
 
         import lightning_dp
 
@@ -224,6 +225,11 @@ class BucketedDDPStrategy(DDPStrategy):
             raise UnreducedGradientError(
                 f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
                 " fabric.backward(loss) instead"
+            )
+        if self._reducer.is_local(p for group in optimizer.param_groups for p in group["params"]):
+            raise UnreducedGradientError(
+                f"{self._where()}: gradients were accumulated without synchronisation and not averaged since; leave"
+                " fabric.no_backward_sync() before the last backward that precedes optimizer.step()"
             )
         # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
         if self._progress.skips(self._where(rank=False), getattr(self.precision, "scaler", None) is not None):

@@ -572,6 +572,11 @@ class BucketedDDPStrategy(DDPStrategy):
                 f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
                 " self.manual_backward(loss) instead"
             )
+        if self._reducer.is_local(p for group in optimizer.param_groups for p in group["params"]):
+            raise UnreducedGradientError(
+                f"{self._where()}: gradients were accumulated without synchronisation and not averaged since; leave"
+                " block_backward_sync() (or sync_grad=False) before the last backward that precedes optimizer.step()"
+            )
         # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
         scaler_skips = getattr(self.precision_plugin, "scaler", None) is not None
         self._steps_pending = False

@@ -300,6 +300,10 @@ def refuse(rank: int, what: str) -> str:
         model, optimizer = fabric.setup(model, torch.optim.SGD([*model.parameters(), extra], lr=0.1))
         if what == "plain backward":
             loss_of(model, samples(0, rank, 2)).backward()
+        elif what == "never averaged":
+            optimizer.param_groups[0]["params"].pop()
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss_of(model, samples(0, rank, 2)))
         elif what == "plain backward of another method":
             optimizer.param_groups[0]["params"].pop()
             model.module[0].weight.sum().backward()
@@ -322,6 +326,11 @@ def refuse(rank: int, what: str) -> str:
             "plain backward of another method",
             "UnreducedGradientError: rank {rank}, step 0: gradients were made by loss.backward(), so each rank has its"
             " own; call fabric.backward(loss) instead",
+        ),
+        (
+            "never averaged",
+            "UnreducedGradientError: rank {rank}, step 0: gradients were accumulated without synchronisation and not"
+            " averaged since; leave fabric.no_backward_sync()",
         ),
         (
             "a parameter of no module",

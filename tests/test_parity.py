@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import BucketedDDPStrategy
-from lightning_dp.errors import ConfigurationError
+from lightning_dp.errors import ConfigurationError, UnreducedGradientError
 
 # The same total in each micro-batch: only then does Lightning on one device weigh the samples of a window alike.
 UNEVEN: Counts = [(4, 1, 3), (1, 4, 3), (3, 2, 3), (2, 3, 3), (4, 1, 3), (1, 4, 3)]
@@ -282,3 +282,25 @@ def test_a_module_with_nothing_to_train_runs_and_is_validated(pool: RankPool) ->
     assert sum(mine for mine, _ in results) == seen
     for _, mine in results:
         assert mine == pytest.approx(loss, rel=1e-12)
+
+
+class NeverSynchronises(kinds.Manual):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch, batch_idx))
+        if batch_idx == 1:
+            self.optimizers().step()
+
+
+def fit_without_sync(rank: int) -> str:
+    data = DataLoader(Batches(EQUAL, rank), batch_size=None)
+    try:
+        trainer_of("bucketed_ddp", 2, max_epochs=1).fit(NeverSynchronises(), data)
+    except UnreducedGradientError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_on_gradients_that_were_never_averaged_is_an_error_on_every_rank(pool: RankPool) -> None:
+    for rank, message in enumerate(pool.run(2, fit_without_sync)):
+        assert message.startswith(f"rank {rank}, step 0, batch 1: gradients were accumulated without synchronisation")

@@ -156,6 +156,7 @@ class GradientReducer:
         self._pass_open = False
         self._discard = False
         self._stray: set[Parameter] = set()
+        self._unsynced: set[Parameter] = set()
         self._averaged = False
         self._carry: dict[Tensor, Tensor] = {}
         self._count = 0
@@ -262,6 +263,10 @@ class GradientReducer:
     def has_unreduced(self) -> bool:
         """Whether there are gradients that were accumulated outside of :meth:`backward_pass`."""
         return any(parameter.grad is not None for parameter in self._stray)
+
+    def is_local(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether one of them has a gradient that was accumulated within :meth:`no_sync` and not averaged since."""
+        return bool(self._unsynced) and any(p in self._unsynced and p.grad is not None for p in parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat this one to the last bit: plain numbers and strings."""
@@ -475,8 +480,10 @@ class GradientReducer:
             self._arrivals.record(index)
         if self._discard:
             parameter.grad = None
-        else:
-            self._launcher.arrived(index)
+            return
+        if not self._sync:
+            self._unsynced.add(parameter)
+        self._launcher.arrived(index)
 
     def _end(self, divided_by: int | None) -> None:
         self._timeline.mark("backward_end")
@@ -538,6 +545,7 @@ class GradientReducer:
         if self._tuner is not None:
             self._tune(self._tuner)
         self.wire.reset_counters()
+        self._unsynced.clear()
         self._averaged, self._veto = True, ""
 
     def _tune(self, tuner: PlanTuner) -> None:
