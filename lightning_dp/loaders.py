@@ -65,6 +65,7 @@ class TrainerLoaders:
         self._prepare, self._stop_shuffling = prepare, stop_shuffling
         self._preparing_parts = False
         self.on_training_loader: Callable[[object], None] = lambda loader: None
+        self._length: int | None = None  # of an epoch, as last followed
         self.padding = False
         self._policy: PaddingPolicy | None = None
         self._restored: list[LoaderState] = []
@@ -227,8 +228,9 @@ class TrainerLoaders:
         if fetcher is None or fetcher.length is None:
             return
         self._lift_limits()
-        if loop.max_batches != fetcher.length:
-            loop.max_batches = fetcher.length
+        # Only a change is followed: the callback for weight averaging moves max_batches for an epoch of its own.
+        if self._length != fetcher.length:
+            self._length = loop.max_batches = fetcher.length
 
     def _lift_limits(self) -> None:
         # A limit of 100 % was turned into the length that the loaders had at first.

@@ -304,3 +304,23 @@ def fit_without_sync(rank: int) -> str:
 def test_a_step_on_gradients_that_were_never_averaged_is_an_error_on_every_rank(pool: RankPool) -> None:
     for rank, message in enumerate(pool.run(2, fit_without_sync)):
         assert message.startswith(f"rank {rank}, step 0, batch 1: gradients were accumulated without synchronisation")
+
+
+class Normalised(Base):
+    """SWA recomputes BatchNorm's statistics in an epoch of its own, for which it changes the loop."""
+
+    def build(self) -> None:
+        self.net.append(nn.BatchNorm1d(CLASSES))
+
+
+def average_with_batchnorm(rank: int | None) -> tuple[int, int, int]:
+    module = Normalised()
+    swa = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    devices = 1 if rank is None else 2
+    trainer = trainer_of("auto" if rank is None else "bucketed_ddp", devices, max_epochs=3, callbacks=[swa])
+    trainer.fit(module, DataLoader(Batches(EQUAL, rank), batch_size=None))
+    return trainer.num_training_batches, trainer.global_step, int(module.net[-1].num_batches_tracked)
+
+
+def test_swa_of_batchnorm_takes_the_steps_it_takes_on_one_device(pool: RankPool) -> None:
+    assert pool.run(2, average_with_batchnorm) == [average_with_batchnorm(None)] * 2
