@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -16,6 +18,8 @@ from omegaconf import OmegaConf
 from slurm_cluster import SlurmCluster
 from test_train_program import Finished, run_program
 
+from lightning_dp.cli import submit as submit_program
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[1]
@@ -26,11 +30,17 @@ LIMIT = 120  # seconds that a job of four ranks gets
 
 
 def submit(slurm: SlurmCluster, folder: Path, *overrides: str) -> str:
-    """The job id that ``lightning-dp-submit`` tells."""
-    finished = command(slurm, folder, PYTHON, "-m", "lightning_dp.cli.submit", *overrides)
-    assert finished.code == 0, finished.output
-    found = re.search(r"submitted job (\d+); output and runs: (.*)", finished.output)
-    assert found, finished.output
+    """The job id that ``lightning-dp-submit`` tells; called in this process, which has imported what it needs."""
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["lightning-dp-submit", *overrides])
+        patch.setattr(sys, "path", [*sys.path])
+        for name, value in {**slurm.environment, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}.items():
+            patch.setenv(name, value)
+        submit_program.main()
+    found = re.fullmatch(r"submitted job (\d+); output and runs: (.*)\n", told.getvalue())
+    assert found, told.getvalue()
     assert found[2] == str(folder / "runs/slurm")
     return found[1]
 
