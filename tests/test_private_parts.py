@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
+from torch.distributed import distributed_c10d
 
 
 def parameters_of(function: object) -> list[str]:
@@ -103,6 +104,11 @@ def test_torchs_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
             warnings.simplefilter("always")
             scheduler.step()
         assert len([w for w in caught if "lr_scheduler.step()" in str(w.message)]) == expected
+
+
+def test_the_default_group_has_a_store_that_all_ranks_share() -> None:
+    assert parameters_of(distributed_c10d._get_default_store) == []
+    assert hasattr(torch.distributed.PrefixStore, "check")
 
 
 def test_torchs_fused_operators_take_these_arguments() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.errors import CommunicationError
+from lightning_dp.reduction.roll_call import missing_ranks
 
 T = TypeVar("T")
 
@@ -71,25 +74,19 @@ class Wire:
             what: Which collective, for the message.
 
         Raises:
-            CommunicationError: If a peer stopped or did not arrive within the group's timeout.
+            CommunicationError: If a peer stopped or did not arrive within the group's timeout; it names who is missing.
         """
-        if work is None:
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank} of {self.world_size}: {what} did not complete, because another rank stopped or did"
-                f" not arrive within the timeout; look for the first error among the other ranks' output"
-                f" ({str(error).splitlines()[0]})"
-            ) from error
+        if work is not None:
+            with self._telling(what):
+                work.wait()
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value`` (any small picklable object), by rank. Blocks; not for the hot path."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._telling("an exchange between all ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
     def broadcast_object(self, value: T, source: int) -> T:
@@ -97,13 +94,30 @@ class Wire:
         if self.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=self._global_rank(source), group=self.group)
+        with self._telling(f"a message from rank {source}"):
+            dist.broadcast_object_list(values, src=self._global_rank(source), group=self.group)
         return values[0]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites ``tensor`` in place with the bits that rank ``source`` holds; it must be contiguous. Blocks."""
         if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, src=self._global_rank(source), group=self.group)
+            with self._telling(f"sending rank {source}'s tensors"):
+                dist.broadcast(tensor, src=self._global_rank(source), group=self.group)
+
+    @contextmanager
+    def _telling(self, what: str) -> Generator[None, None, None]:
+        """Turns a backend's error into one line that says who is missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = [self._global_rank(rank) for rank in range(self.world_size)]
+            missing = missing_ranks(dist.get_rank(), ranks)
+            who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+            raise CommunicationError(
+                f"rank {self.rank} of {self.world_size}: {what} did not complete, because {who} stopped or did not"
+                f" arrive within the timeout; look for the first error among the other ranks' output"
+                f" ({str(error).splitlines()[0]})"
+            ) from error
 
     def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank) if self.group is not None else rank
