@@ -58,7 +58,7 @@ class Wire:
     def all_gather(self, gathered: Tensor, mine: Tensor) -> dist.Work | None:
         """Starts to send ``mine`` to all; everybody's comes in by rank into ``gathered``."""
         self._count_half(gathered)
-        work: dist.Work | None = dist.all_gather_into_tensor(gathered, mine, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_gather_single(gathered, mine, group=self.group, async_op=True)
         return work
 
     def _count_half(self, tensor: Tensor) -> None:
