@@ -331,7 +331,7 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert done.code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
-    ours = ["bucketed", "bucketed_auto", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_no_vote"]
+    ours = ["bucketed", "bucketed_auto", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_unchecked"]
     assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_25", *ours]
     assert all(name in done.output for name in rows)
     gradient_bytes = 2 * (64 * 64 + 64) * 4
@@ -340,7 +340,8 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert rows["compute_only"]["sent"] < 0.2 * gradient_bytes
     assert 1.0 < rows["stock"]["sent_over_formula"] < 1.25
     assert 1.0 < rows["bucketed"]["sent_over_formula"] < 1.25
-    assert rows["bucketed"]["messages"] == 2
+    assert [rows[name]["messages"] for name in ("bucketed", "bucketed_unchecked")] == [2, 2]
+    assert all(rows[name]["messages"] < 10 for name in ours)  # measuring is over
     assert [name for name, row in rows.items() if row["predicted_exposed"] is not None] == ours[1:4]
     assert rows["bucketed"]["held"] < rows["bucketed"]["peak"] < 40 * gradient_bytes
     assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)

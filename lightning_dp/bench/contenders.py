@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dp.bench.workloads import Workload
+from lightning_dp.health.same_data import batch_fingerprint
 from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig
 
 MIB = 1024 * 1024
@@ -107,17 +108,25 @@ _compress.__annotations__.clear()  # torch compares them with types, and here th
 
 
 class Bucketed(Contender):
-    """This package's reducer, with counts, and with the vote on non-finite gradients.
+    """This package's reducer, with counts, the vote on non-finite gradients and the same-data check.
 
     Args:
         workload: The model.
         optimizer: Makes its optimizer.
+        same_data: Whether a fingerprint of each batch travels with the ballot.
         **config: Fields of :class:`lightning_dp.reduction.reducer.ReducerConfig`.
     """
 
-    def __init__(self, workload: Workload, optimizer: OptimizerFactory, **config: Any) -> None:
+    def __init__(self, workload: Workload, optimizer: OptimizerFactory, same_data: bool = True, **config: Any) -> None:
         super().__init__(workload, optimizer)
+        self._same_data = same_data
         self._reducer = GradientReducer(workload.named_parameters(), config=ReducerConfig(**config))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Forward, and the batch's fingerprint."""
+        if self._same_data:
+            self._reducer.word = batch_fingerprint(batch) or 0
+        return super().loss(batch)
 
     def backward(self, loss: Tensor, count: int) -> None:
         """Weighted backward."""

@@ -12,7 +12,7 @@ import torch
 
 from lightning_dp.bench.contenders import Contender
 
-STEPS = 4  # by then whoever re-plans has done so
+STEPS = 8  # by then whoever re-plans has done so
 
 
 @dataclass(frozen=True)

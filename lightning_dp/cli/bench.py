@@ -17,7 +17,7 @@ from lightning_dp.bench.results import Results, load_results, save_results, tabl
 from lightning_dp.cli.one_line_errors import one_line_errors
 from lightning_dp.config import config_directory
 
-WIDTH = 150  # of the table where output is not a terminal
+WIDTH = 180  # of the table where output is not a terminal
 
 
 def bench(cfg: DictConfig) -> Results | None:
