@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rank_pool import RankPool
@@ -26,7 +28,7 @@ def summed(rank: int, dtype: str | None, exact: bool, of: torch.dtype) -> tuple[
     wire = Wire()
     transport = Transport(wire, dtype, exact)
     flats = [numbers(rank, size, of) for size in SIZES]
-    transfers = [transport.start(flat, f"bucket {n}") for n, flat in enumerate(flats)]
+    transfers = [transport.start(SimpleNamespace(flat=flat), n, len(flats)) for n, flat in enumerate(flats)]
     for transfer in transfers:
         transport.finish(transfer)
     return flats, wire.messages, wire.nbytes
@@ -65,7 +67,7 @@ def hard(rank: int, exact: bool) -> Tensor:
     """One large number and three that vanish beside it one at a time, but not together."""
     flat = torch.full((64,), 256.0 if rank == 0 else 0.9)
     transport = Transport(Wire(), "bf16", exact)
-    transport.finish(transport.start(flat, "it"))
+    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
     return flat
 
 
@@ -171,5 +173,5 @@ def test_on_a_gpu(pool: RankPool, exact: bool) -> None:
 def on_a_gpu(rank: int, exact: bool) -> Tensor:
     flat = torch.full((1001,), rank + 1.0, device="cuda")
     transport = Transport(Wire(), "bf16", exact)
-    transport.finish(transport.start(flat, "it"))
+    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
     return flat.cpu()
