@@ -777,7 +777,7 @@ def lone_rank(rank: int) -> tuple[str, float]:
 def test_a_rank_that_leaves_ends_the_others_with_a_clear_error(pool: RankPool) -> None:
     message, seconds = pool.run(2, lone_rank)[0]
     assert message.startswith("rank 0 of 2: the all-reduce of bucket 0")
-    assert "another rank stopped" in message
+    assert "because rank 1 stopped" in message
     assert seconds < 10
 
 

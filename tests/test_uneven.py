@@ -443,7 +443,7 @@ def fit_batchnorm(rank: int) -> list[Tensor]:
             statistics.append(self.net[1].running_mean.clone())
 
     module = Keep()
-    strategy = BucketedDDPStrategy(uneven="replay")
+    strategy = BucketedDDPStrategy(uneven="replay", broadcast_buffers="off")
     trainer_of(strategy, 2, max_epochs=1).fit(module, loader_of("map", counts, rank))
     return statistics
 

@@ -347,7 +347,7 @@ def fit_and_resume(rank: int, path: str) -> tuple:
     first = fit(rank, 2, Poisoned({2: (1,)}), callbacks=[Save(path, 4)], **options)
     trainer = trainer_of(BucketedDDPStrategy(**options), 2, max_epochs=1)
     trainer.fit(Poisoned({}), loader(first_ranks(2), rank), ckpt_path=path)
-    norms = torch.load(path, weights_only=True)["lightning_dp"]["watch"]["spikes"]["norms"]
+    norms = torch.load(path, weights_only=True)["lightning_dp"]["watch"]["spikes"]["0"]["norms"]
     return first["skipped"], trainer.strategy.skipped_steps, len(norms)
 
 
