@@ -352,7 +352,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(pool: RankPool, what: str
         ({"precision_plugin": None}, "bucketed_ddp has no argument 'precision_plugin'"),
         ({"ddp_comm_hook": print}, "bucketed_ddp has no argument 'ddp_comm_hook'"),
         ({"timeout": 0}, "timeout must be a number above 0, got 0"),
-        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not known: use one of skip, raise, off"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not known: use one of skip, raise, drop_rank, off"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_reason(arguments: dict[str, Any], message: str) -> None:
