@@ -16,13 +16,20 @@ from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dp.data.counts import as_count
-from lightning_dp.errors import LightningDPError, NonFiniteGradientError, UnreducedGradientError
+from lightning_dp.errors import LightningDPError
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import NAMES, Settings, check_keywords
+from lightning_dp.step_guard import Advice, StepGuard
 
+_ADVICE = Advice(
+    unknown="belong to no module that was set up, so their gradients are not averaged; pass their module to"
+    " fabric.setup",
+    stray="call fabric.backward(loss) instead",
+    local="leave fabric.no_backward_sync()",
+)
 _BASE_ARGUMENTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision")
 
 
@@ -100,7 +107,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress = Progress(self._settings.nonfinite == "raise", self._settings.max_consecutive_skips)
         self._modules: list[Module] = []
         self._reducer: GradientReducer | None = None
-        self._known: dict[int, tuple[int, ...]] = {}  # sizes of groups checked, by id of the optimizer
+        self._guard: StepGuard | None = None
         self._count = 1
         self._backwards = 0
 
@@ -173,7 +180,7 @@ class BucketedDDPStrategy(DDPStrategy):
             self._reducer.detach()
         # One reducer for all modules, as one backward may run through several of them.
         self._reducer = GradientReducer(self._named_parameters(), config=self._settings.reducer)
-        self._known.clear()
+        self._guard = StepGuard(self._reducer, _ADVICE)
         return module
 
     def _named_parameters(self) -> list[tuple[str, Parameter]]:
@@ -198,7 +205,8 @@ class BucketedDDPStrategy(DDPStrategy):
         self.precision.pre_backward(tensor, module)
         reducer.agree_reference(self._count)
         before = reducer.last
-        with reducer.backward_pass(self._count, f"backward {self._backwards}", divided_by=None) as weight:
+        label = f"backward {self._backwards}"
+        with reducer.backward_pass(self._count, label, divided_by=None, loss=tensor) as weight:
             self.precision.backward(tensor * weight, module, *args, **kwargs)
         self._backwards += 1
         if reducer.last is not None and reducer.last is not before:
@@ -212,25 +220,16 @@ class BucketedDDPStrategy(DDPStrategy):
             UnreducedGradientError: If gradients come from a plain ``loss.backward()``, or belong to no known module.
             NonFiniteGradientError: On all ranks, by policy ``"raise"`` or after too many skips in a row.
         """
-        if self._reducer is None:
+        if self._guard is None:
             raise LightningDPError("optimizer.step before any module was set up: call fabric.setup(module) first")
-        self._check_known(optimizer)
+        self._guard.check_parameters(optimizer, self._where())
         decides_by_loss = isinstance(optimizer, LBFGS)
         if decides_by_loss and closure is not None:
             output = super().optimizer_step(optimizer, closure=partial(self._global_loss, closure), **kwargs)
             self._progress.attempted += 1
             return output
         results = [] if closure is None else [closure()]
-        if self._reducer.has_unreduced:
-            raise UnreducedGradientError(
-                f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
-                " fabric.backward(loss) instead"
-            )
-        if self._reducer.is_local(p for group in optimizer.param_groups for p in group["params"]):
-            raise UnreducedGradientError(
-                f"{self._where()}: gradients were accumulated without synchronisation and not averaged since; leave"
-                " fabric.no_backward_sync() before the last backward that precedes optimizer.step()"
-            )
+        self._guard.check_gradients(optimizer, self._where())
         # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
         if self._progress.skips(self._where(rank=False), getattr(self.precision, "scaler", None) is not None):
             output = results[0] if results else None
@@ -257,33 +256,10 @@ class BucketedDDPStrategy(DDPStrategy):
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def _global_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss over all ranks, for an optimizer that decides by it: by their own losses ranks would part ways."""
         loss = closure()
-        assert self._reducer is not None
-        last = self._reducer.last
-        if last is None or not isinstance(loss, Tensor):
-            return loss
-        if not last.verdict.step and self._settings.nonfinite != "off":
-            raise NonFiniteGradientError(
-                f"{self._where(rank=False)}: {last.verdict.describe()}; LBFGS cannot skip an evaluation"
-            )
-        mine = loss.detach() * self._count if self._count else loss.detach().new_zeros(())
-        return self.all_reduce(mine, reduce_op="sum") / max(1, last.tally.count)
-
-    def _check_known(self, optimizer: Optimizer) -> None:
-        """Parameters that the reducer does not know would have each rank's own gradient."""
-        groups = tuple(len(group["params"]) for group in optimizer.param_groups)
-        if self._known.get(id(optimizer)) == groups:
-            return
-        assert self._reducer is not None
-        for number, group in enumerate(optimizer.param_groups):
-            unknown = sum(p.requires_grad and not self._reducer.knows(p) for p in group["params"])
-            if unknown:
-                raise UnreducedGradientError(
-                    f"{self._where()}: {unknown} parameters of the optimizer's group {number} belong to no module that"
-                    " was set up, so their gradients are not averaged; pass their module to fabric.setup"
-                )
-        self._known[id(optimizer)] = groups
+        assert self._guard is not None
+        add_up = partial(self.all_reduce, reduce_op="sum")
+        return self._guard.global_loss(loss, self._count, add_up, self._where(rank=False))
 
     def _where(self, rank: bool = True) -> str:
         step = f"step {self._progress.attempted}"

@@ -29,8 +29,6 @@ from lightning_dp.errors import (
     ConfigurationError,
     CountWarning,
     LightningDPError,
-    NonFiniteGradientError,
-    UnreducedGradientError,
 )
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
@@ -43,10 +41,17 @@ from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import BASE_ARGUMENTS, HOOK_ARGUMENTS, INHERENT_ARGUMENTS, NAMES, Settings, check_keywords
+from lightning_dp.step_guard import Advice, StepGuard
 from lightning_dp.watch import Watch, grad_scale
 
 CHECKPOINT_KEY = "lightning_dp"
 CHECKPOINT_VERSION = 1
+ADVICE = Advice(
+    unknown="are none of the module's parameters as fit found them, so their gradients are not averaged; register them"
+    " in the module (in __init__ or configure_model) before fit",
+    stray="call self.manual_backward(loss) instead",
+    local="leave block_backward_sync() (or sync_grad=False)",
+)
 
 
 class BucketedDDPStrategy(DDPStrategy):
@@ -172,7 +177,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress = Progress(self._settings.nonfinite == "raise", self._settings.max_consecutive_skips)
         self._figures = RunFigures()
         self._plan = BucketPlan(())
-        self._known: dict[int, tuple[int, ...]] = {}  # sizes of groups checked, by id of the optimizer
+        self._guard: StepGuard | None = None
         self._reducer: GradientReducer | None = None
         self._reducer_state: dict[str, Any] | None = None
         self._loaders: TrainerLoaders | None = None
@@ -378,10 +383,10 @@ class BucketedDDPStrategy(DDPStrategy):
         if self._ddp_kwargs:
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
-        self._known.clear()
         ignored = self._ignored()
         named = [(name, p) for name, p in self.model.named_parameters() if name not in ignored]
         self._reducer = GradientReducer(named, config=self._settings.reducer)
+        self._guard = StepGuard(self._reducer, ADVICE)
         self._stop, self._steps_pending = (), False
         self._watch = Watch(
             module,
@@ -414,7 +419,7 @@ class BucketedDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Removes the hooks and what was put into Lightning's loops."""
         self._remove_loaders()
-        self._watch = None
+        self._watch = self._guard = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer_state = self._reducer.state_dict()  # for a checkpoint saved after fit
@@ -558,25 +563,16 @@ class BucketedDDPStrategy(DDPStrategy):
             UnreducedGradientError: In manual optimization, if gradients come from a plain ``loss.backward()``.
             NonFiniteGradientError: On all ranks, by policy ``"raise"`` or after too many skips in a row.
         """
-        if self._reducer is None:
+        if self._guard is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._check_known(optimizer)
+        self._guard.check_parameters(optimizer, self._where())
         if isinstance(optimizer, LBFGS):
             output = super().optimizer_step(optimizer, partial(self._global_loss, closure), model, **kwargs)
             self._steps_pending = False
             self._progress.attempted += 1
             return output
         result = closure()
-        if self._reducer.has_unreduced:
-            raise UnreducedGradientError(
-                f"{self._where()}: gradients were made by loss.backward(), so each rank has its own; call"
-                " self.manual_backward(loss) instead"
-            )
-        if self._reducer.is_local(p for group in optimizer.param_groups for p in group["params"]):
-            raise UnreducedGradientError(
-                f"{self._where()}: gradients were accumulated without synchronisation and not averaged since; leave"
-                " block_backward_sync() (or sync_grad=False) before the last backward that precedes optimizer.step()"
-            )
+        self._guard.check_gradients(optimizer, self._where())
         # With a GradScaler every rank holds the same Inf, and the scaler skips and lowers its scale by itself.
         scaler_skips = getattr(self.precision_plugin, "scaler", None) is not None
         self._steps_pending = False
@@ -607,36 +603,11 @@ class BucketedDDPStrategy(DDPStrategy):
                 hook(module.trainer, module, self._progress.verdict)
 
     def _global_loss(self, closure: Callable[[], Any]) -> Any:
-        """The loss over all ranks, for an optimizer that decides by it: by their own losses ranks would part ways."""
         self._steps_pending = False
         loss = closure()
-        assert self._reducer is not None and self._reducer.last is not None
-        last = self._reducer.last
-        if not last.verdict.step and self._settings.nonfinite != "off":
-            raise NonFiniteGradientError(
-                f"{self._where(rank=False)}: {last.verdict.describe()}; LBFGS cannot skip an evaluation"
-            )
-        if not isinstance(loss, Tensor):
-            return loss
-        counts = self._count and self.global_rank not in last.verdict.dropped
-        mine = loss.detach() * self._count if counts else torch.zeros_like(loss)
-        return super().reduce(mine, reduce_op="sum") / max(1, last.tally.count)
-
-    def _check_known(self, optimizer: Optimizer) -> None:
-        """Parameters that the reducer does not know would have each rank's own gradient."""
-        groups = tuple(len(group["params"]) for group in optimizer.param_groups)
-        if self._known.get(id(optimizer)) == groups:
-            return
-        assert self._reducer is not None
-        for number, group in enumerate(optimizer.param_groups):
-            unknown = sum(p.requires_grad and not self._reducer.knows(p) for p in group["params"])
-            if unknown:
-                raise UnreducedGradientError(
-                    f"{self._where()}: {unknown} parameters of the optimizer's group {number} are none of the module's"
-                    " parameters as fit found them, so their gradients are not averaged; register them in the module"
-                    " (in __init__ or configure_model) before fit"
-                )
-        self._known[id(optimizer)] = groups
+        assert self._guard is not None
+        add_up = partial(super().reduce, reduce_op="sum")
+        return self._guard.global_loss(loss, self._count, add_up, self._where(rank=False))
 
     def _update_lr_schedulers(
         self, update: Callable[..., None], interval: str, update_plateau_schedulers: bool
