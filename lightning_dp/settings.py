@@ -12,7 +12,7 @@ from lightning_dp.data.counts import CountFunction, resolve_count
 from lightning_dp.data.padding import UNEVEN_POLICIES
 from lightning_dp.errors import ConfigurationError
 from lightning_dp.reduction.comm_hooks import Hook
-from lightning_dp.reduction.reducer import AUTO, ReducerConfig
+from lightning_dp.reduction.config import AUTO, ReducerConfig
 from lightning_dp.reduction.transport import REDUCE_DTYPES
 
 NONFINITE_POLICIES = ("skip", "raise", "drop_rank", "off")

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_dp.bench.workloads import Workload
 from lightning_dp.health.same_data import batch_fingerprint
-from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig
+from lightning_dp.reduction.config import ReducerConfig
+from lightning_dp.reduction.reducer import GradientReducer
 
 MIB = 1024 * 1024
 

@@ -1,5 +1,6 @@
 """Gradients, from hooks to averages. Plain PyTorch: nothing here knows Lightning."""
 
-from lightning_dp.reduction.reducer import GradientReducer, ReducerConfig, Reduction
+from lightning_dp.reduction.config import ReducerConfig
+from lightning_dp.reduction.reducer import GradientReducer, Reduction
 
 __all__ = ["GradientReducer", "ReducerConfig", "Reduction"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,54 +15,19 @@ from torch.nn import Parameter
 from lightning_dp.errors import CountError, LightningDPError, UnreducedGradientError
 from lightning_dp.insight.timeline import StepTimes, Timeline
 from lightning_dp.reduction import ballot as ballots
-from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.ballot import Ballot, Flag, Reason, Tally, Verdict
-from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segments
-from lightning_dp.reduction.comm_hooks import Hook, HookTransport
+from lightning_dp.reduction.buckets import BucketPlan
+from lightning_dp.reduction.comm_hooks import HookTransport
+from lightning_dp.reduction.config import ReducerConfig
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
 from lightning_dp.reduction.replication import verify_same_structure
+from lightning_dp.reduction.schedule import Schedule
 from lightning_dp.reduction.transport import Transport
-from lightning_dp.reduction.tuning import Forecast, PlanTuner
+from lightning_dp.reduction.tuning import Forecast
 from lightning_dp.reduction.wire import Wire
 
-MIB = 1024 * 1024
-AUTO = "auto"  # for bucket_cap_mb
-AUTO_START_MB = 25.0  # its cap until it has measured
 MAX_COUNT = 2**40  # of a micro-batch: sums over a window and 32,767 ranks stay within the ballot's integers
-
-
-@dataclass(frozen=True)
-class ReducerConfig:
-    """How a reducer works.
-
-    Attributes:
-        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` measures the first
-            steps and the link, and re-plans once so that the last bucket is predicted to finish as early as can be.
-        first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
-        overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
-            whose gradients fire a different number of times from step to step.
-        check_nonfinite: Look for NaN and Inf and name whose they are.
-        drop_nonfinite: Leave a rank whose gradients are not finite out of the step, which is then exact over the other
-            ranks. What it costs: buckets leave at the end of backward only, as nothing can be taken back from a sum;
-            and on a GPU the host waits for the device once more.
-        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire.
-        exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
-        comm_hook: A communication hook as torch DDP takes them; it averages the buckets in the place of an all-reduce.
-        comm_state: What the hook is handed.
-        measure_norm: Measure the norm of the averaged gradients; one pass over them, and a GPU's host waits for it.
-    """
-
-    bucket_cap_mb: float | Literal["auto"] = 25.0
-    first_bucket_cap_mb: float = 1.0
-    overlap: bool = True
-    check_nonfinite: bool = True
-    drop_nonfinite: bool = False
-    reduce_dtype: Literal["bf16", "fp16"] | None = None
-    exact_sums: bool = False
-    comm_hook: Hook | None = None
-    comm_state: Any = None
-    measure_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +83,6 @@ class GradientReducer:
     Attributes:
         last: The last reduction, ``None`` before the first.
         plan: The bucket plan in force.
-        forecast: With ``bucket_cap_mb="auto"`` what the plan is predicted to do, once it has been made by measurement.
         wire: The process group, with counters.
         reference: Total count and number of micro-batches whose ratio losses are scaled by: those of the last window.
         flags: What this rank says in its next ballot, beside what the reducer finds.
@@ -138,7 +102,6 @@ class GradientReducer:
         self.config = config or ReducerConfig()
         self.wire = Wire(group)
         self.last: Reduction | None = None
-        self.forecast: Forecast | None = None
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
         self._all = list(reversed(unique.values()))
         self._ids = frozenset(unique)
@@ -148,9 +111,7 @@ class GradientReducer:
         self.flags = Flag.NONE
         self.notes: Sequence[bool] = ()
         self.word: int | None = None
-        self._known_order: list[str] | None = None
-        self._known_fires: dict[str, int] | None = None
-        self._known_segments: tuple[int, ...] | None = None
+        self._learnt: dict[str, Any] = {}  # in the run that this one resumes
         # - State of the accumulation window
         self._sync = True
         self._pass_open = False
@@ -245,6 +206,11 @@ class GradientReducer:
         with self.backward_pass(count, label, divided_by, loss) as weight:
             torch.autograd.backward(loss * weight)
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """With ``bucket_cap_mb="auto"`` what the plan is predicted to do, once it has been made by measurement."""
+        return self._schedule.forecast
+
     def knows(self, parameter: Tensor) -> bool:
         """Whether the parameter is one of those this reducer was given."""
         return id(parameter) in self._ids
@@ -270,23 +236,15 @@ class GradientReducer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to repeat this one to the last bit: plain numbers and strings."""
-        names = [name for name, _ in self._named]
-        learnt = self._expected is not None
-        state: dict[str, Any] = {
+        return {
             "reference": list(self.reference) if self.reference else None,
-            "order": [names[index] for index in self._next_order] if learnt else None,
-            "fires": dict(zip(names, self._expected, strict=True)) if self._expected is not None else None,
+            **self._schedule.state_dict(),
         }
-        if self._next_segments is not None:
-            state["segments"] = list(self._next_segments)
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`'s result, on every rank, before the first backward."""
         self.reference = tuple(state["reference"]) if state["reference"] else None
-        self._known_order, self._known_fires = state["order"], state["fires"]
-        segments = state.get("segments")
-        self._known_segments = tuple(segments) if segments is not None else None
+        self._learnt = state
         self._set_up()
 
     def window_state(self) -> dict[str, Any] | None:
@@ -358,9 +316,7 @@ class GradientReducer:
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._timeline = Timeline(self._device)
         self._check = LocalCheck([name for name, _ in self._named], self._device, self.wire.world_size)
-        self._arrivals: Arrivals | None = None
-        self._expected: list[int] | None = None
-        self._recall()
+        self._schedule = Schedule(self._named, self.wire, self._device, self.config, self._learnt)
         self._allocate()
         for parameter in self._parameters:
             if parameter.requires_grad and parameter not in self._handles:
@@ -368,27 +324,9 @@ class GradientReducer:
                 self._handles[parameter] = handle
         self._unhooked = [p for _, p in self._all if p not in self._handles]
 
-    def _recall(self) -> None:
-        """Starts from a checkpoint's order, if it is of these parameters, else from reverse registration."""
-        at = {name: index for index, (name, _) in enumerate(self._named)}
-        self._next_order = list(range(len(self._named)))[::-1]
-        self._next_segments: tuple[int, ...] | None = None
-        self._tuner = PlanTuner(self.wire, self._device) if self.config.bucket_cap_mb == AUTO else None
-        if self._known_order is not None and set(self._known_order) == set(at):
-            self._next_order = [at[name] for name in self._known_order]
-            assert self._known_fires is not None
-            self._expected = [self._known_fires[name] for name, _ in self._named]
-            if self._known_segments is not None and self._tuner is not None:
-                self._next_segments, self._tuner = self._known_segments, None
-
     def _allocate(self) -> None:
         config = self.config
-        self._order, self._segments = self._next_order, self._next_segments
-        if self._segments is not None:
-            self.plan: BucketPlan = plan_segments(self._parameters, self._order, self._segments)
-        else:
-            cap = config.bucket_cap_mb if not isinstance(config.bucket_cap_mb, str) else AUTO_START_MB
-            self.plan = plan_buckets(self._parameters, self._order, cap * MIB, config.first_bucket_cap_mb * MIB)
+        self.plan: BucketPlan = self._schedule.adopt()
         check = self._check if config.check_nonfinite else None
         # The old buckets are given up first; a gradient that lives in one keeps it until it has moved.
         self.__dict__.pop("_launcher", None)
@@ -397,20 +335,6 @@ class GradientReducer:
         else:
             self._transport = Transport(self.wire, config.reduce_dtype, config.exact_sums)
         self._launcher = Launcher(self.plan, self._named, self._transport, self.wire.rank, check, self._timeline)
-
-    def _learn(self) -> None:
-        """Adopts, on every rank, the order of the first rank that ran a backward, and the highest counts of all.
-
-        A parameter that has not fired yet is expected once: should it never fire, its bucket, which stands last in
-        the new order, is launched at the end of backward.
-        """
-        assert self._arrivals is not None
-        mine = (self._arrivals.order(self._order), self._arrivals.fires)
-        everyone = [(order, fires) for order, fires in self.wire.gather(mine) if any(fires)]
-        if everyone:  # else there was no data at all; the next backward is watched instead
-            self._next_order = everyone[0][0]
-            self._expected = [max(1, *fires) for fires in zip(*(fires for _, fires in everyone), strict=True)]
-        self._arrivals = None
 
     # ------------------------------------------------------------------------------------------- one backward
 
@@ -442,10 +366,9 @@ class GradientReducer:
         self._labels.append((label, None if loss is None or not count else loss.detach()))
         self._micro_batches += 1
         self._timeline.start()
-        if self._expected is None:
-            self._arrivals = Arrivals(len(self._parameters))
+        self._schedule.watch()
         at_once = self.config.overlap and self._sync and not self._discard and not self.config.drop_nonfinite
-        self._launcher.arm(self._expected if at_once else None)
+        self._launcher.arm(self._schedule.expected if at_once else None)
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
             self._set_grads([None] * len(self._parameters))
@@ -465,7 +388,7 @@ class GradientReducer:
         self._carry = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
         for parameter in self._carry:
             parameter.grad = None
-        if (self._next_order, self._next_segments) != (self._order, self._segments):
+        if self._schedule.has_changed:
             self._allocate()
 
     def _on_accumulated(self, parameter: Parameter) -> None:
@@ -474,10 +397,9 @@ class GradientReducer:
             return
         index = self._index[id(parameter)]
         self._reached = True
-        if self._tuner is not None:
+        if self._schedule.measures:
             self._timeline.mark("gradient", index)
-        if self._arrivals is not None:
-            self._arrivals.record(index)
+        self._schedule.record(index)
         if self._discard:
             parameter.grad = None
             return
@@ -531,7 +453,9 @@ class GradientReducer:
         carried = bool(self._carry)
         verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
         self._publish(tally)
-        self._learn_from(tally)
+        if tally.count:
+            self._set_reference(tally.count, tally.micro_batches)
+        self._schedule.learn()
         self.last = Reduction(
             verdict,
             tally,
@@ -542,23 +466,10 @@ class GradientReducer:
             self._timeline.read(len(self.plan.buckets)),
             norm,
         )
-        if self._tuner is not None:
-            self._tune(self._tuner)
+        self._schedule.tune(self._timeline.gradients, self.last.times.backward_end, self._transport.itemsize)
         self.wire.reset_counters()
         self._unsynced.clear()
         self._averaged, self._veto = True, ""
-
-    def _tune(self, tuner: PlanTuner) -> None:
-        """Lets the tuner see a backward that ran in the final order; adopts its plan, on all ranks, when it has one."""
-        assert self.last is not None
-        if self._expected is None or self._next_order != self._order:
-            return
-        if tuner.observe(self._timeline.gradients(), self.last.times.backward_end):
-            nbytes = [p.numel() * self._transport.itemsize(p.dtype) for p in self._parameters]
-            self.forecast = tuner.forecast(self.plan, self._order, nbytes, self.config.overlap)
-            if self.forecast is not None:
-                self._next_segments = self.forecast.segments
-                self._tuner = None
 
     def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
         if tally.count == 0:
@@ -608,12 +519,6 @@ class GradientReducer:
                     view.add_(self._carry[parameter])
                     parameter.grad = view
         self._carry = {}
-
-    def _learn_from(self, tally: Tally) -> None:
-        if tally.count:
-            self._set_reference(tally.count, tally.micro_batches)
-        if self._arrivals is not None:
-            self._learn()
 
     def _set_reference(self, count: int, micro_batches: int) -> None:
         if count:

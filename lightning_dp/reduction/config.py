@@ -1,0 +1,45 @@
+"""How a reducer works: what its user chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_dp.reduction.comm_hooks import Hook
+
+MIB = 1024 * 1024
+AUTO = "auto"  # for bucket_cap_mb
+AUTO_START_MB = 25.0  # its cap until it has measured
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """How a reducer works.
+
+    Attributes:
+        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` measures the first
+            steps and the link, and re-plans once so that the last bucket is predicted to finish as early as can be.
+        first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
+        overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
+            whose gradients fire a different number of times from step to step.
+        check_nonfinite: Look for NaN and Inf and name whose they are.
+        drop_nonfinite: Leave a rank whose gradients are not finite out of the step, which is then exact over the other
+            ranks. What it costs: buckets leave at the end of backward only, as nothing can be taken back from a sum;
+            and on a GPU the host waits for the device once more.
+        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire.
+        exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
+        comm_hook: A communication hook as torch DDP takes them; it averages the buckets in the place of an all-reduce.
+        comm_state: What the hook is handed.
+        measure_norm: Measure the norm of the averaged gradients; one pass over them, and a GPU's host waits for it.
+    """
+
+    bucket_cap_mb: float | Literal["auto"] = 25.0
+    first_bucket_cap_mb: float = 1.0
+    overlap: bool = True
+    check_nonfinite: bool = True
+    drop_nonfinite: bool = False
+    reduce_dtype: Literal["bf16", "fp16"] | None = None
+    exact_sums: bool = False
+    comm_hook: Hook | None = None
+    comm_state: Any = None
+    measure_norm: bool = False
