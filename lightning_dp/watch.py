@@ -208,7 +208,7 @@ class Watch:
         if resized - self._unsent:
             rank_zero_warn(
                 f"rank 0's {', '.join(sorted(resized - self._unsent)[:MAX_NAMED])} cannot be sent to the other ranks,"
-                " as on some rank it has another shape than at the start, or is gone; it stays each rank's own"
+                " as on some rank it has another shape or dtype than at the start, or is gone; it stays each rank's own"
             )
             self._unsent |= resized
 

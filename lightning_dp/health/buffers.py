@@ -38,7 +38,8 @@ class ModuleBuffers:
         self.names = [name for name, _ in module.named_buffers() if name not in ignored]
         self.changing: set[str] = set()
         buffers = self._lookup()
-        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
+        self._first = {name: torch.empty_like(buffer, device="meta") for name, buffer in buffers.items()}
+        self._device = next((buffer.device for buffer in buffers.values()), None)  # should they all be gone
         self._marks = {name: _mark(buffer) for name, buffer in buffers.items()}
         self._prints = self._fingerprints(buffers)
         self._copies: dict[str, Tensor] = {}
@@ -81,9 +82,9 @@ class ModuleBuffers:
         return {name for name, value in prints.items() if value != self._prints.get(name)}
 
     def resized(self) -> list[bool]:
-        """For each name whether the buffer has another shape than at first, or is gone."""
+        """For each name whether the buffer has another shape or dtype than at first, or is gone."""
         buffers = self._lookup()
-        return [name not in buffers or buffers[name].shape != self._shapes[name] for name in self.names]
+        return [not self._is_alike(name, buffers.get(name)) for name in self.names]
 
     def put_back(self) -> list[str]:
         """Gives floating-point buffers the values that they had at :meth:`begin`.
@@ -97,10 +98,10 @@ class ModuleBuffers:
             buffer = buffers.get(name)
             if buffer is None:
                 continue  # its layer is another one now
-            if copy.shape == buffer.shape:
+            if copy.shape == buffer.shape and not _is_expanded(buffer):
                 # Through `data`: the graph of a loss that is still alive must not find its saved tensors changed.
                 buffer.data.copy_(copy)
-            else:
+            elif name in self.changing:
                 owner, _, last = name.rpartition(".")
                 setattr(self._module.get_submodule(owner), last, copy.clone())
         lost = self.changing - self._copies.keys()
@@ -113,32 +114,47 @@ class ModuleBuffers:
     def begin_from(self, copies: dict[str, Tensor]) -> None:
         """Goes on in a window that began with these values."""
         self.begin()
-        for name, copy in self._copies.items():
-            if name in copies and copies[name].shape == copy.shape:
-                copy.copy_(copies[name])
+        for name, buffer in self._lookup().items():
+            if name in copies and copies[name].shape == buffer.shape:
+                self._copies[name] = copies[name].to(buffer, copy=True)
 
     def broadcast(self, wire: Wire, names: Iterable[str] | None = None) -> None:
         """Overwrites every rank's buffers with rank 0's, bit for bit, in one message; all ranks together.
+
+        One that has another shape or dtype than at first on rank 0 or on this rank, or is gone, stays as it is.
 
         Args:
             wire: The ranks.
             names: Which ones; by default all.
         """
         buffers = self._lookup()
-        chosen = [buffers[name] for name in (self.names if names is None else names) if name in buffers]
+        chosen = list(self.names if names is None else names)
         if wire.world_size == 1 or not chosen:
             return
-        # As bytes: backends differ in the dtypes that they accept.
-        as_bytes = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in chosen]
-        message = torch.cat(as_bytes)
+        device = next((buffer.device for buffer in buffers.values()), self._device)
+        alike = [self._is_alike(name, buffers.get(name)) for name in chosen]
+        # As bytes: backends differ in the dtypes that they accept. As at first: no rank knows what others hold by now.
+        parts = [torch.tensor(alike, device=device).view(torch.uint8)]
+        for name, is_alike in zip(chosen, alike, strict=True):
+            value = buffers[name].detach() if is_alike else torch.zeros_like(self._first[name], device=device)
+            parts.append(value.contiguous().reshape(-1).view(torch.uint8))
+        message = torch.cat(parts)
         wire.broadcast(message)
-        for buffer, part in zip(chosen, torch.split(message, [len(part) for part in as_bytes]), strict=True):
-            # Cloned, as a view of another dtype needs memory that is aligned for it.
-            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        valid, *sent = torch.split(message, [len(part) for part in parts])
+        for name, is_alike, is_valid, part in zip(chosen, alike, valid.bool(), sent, strict=True):
+            if is_alike:
+                buffer = buffers[name]
+                # Cloned, as a view of another dtype needs memory that is aligned for it.
+                theirs = part.clone().view(buffer.dtype).view(buffer.shape)
+                buffer.data.copy_(torch.where(is_valid, theirs, buffer))
 
     def _lookup(self) -> dict[str, Tensor]:
         known = set(self.names)
         return {name: buffer for name, buffer in self._module.named_buffers() if name in known}
+
+    def _is_alike(self, name: str, buffer: Tensor | None) -> bool:
+        first = self._first[name]
+        return buffer is not None and buffer.shape == first.shape and buffer.dtype == first.dtype
 
     def _constants(self, buffers: dict[str, Tensor]) -> list[str]:
         return [name for name in buffers if name not in self.changing]
@@ -150,6 +166,11 @@ class ModuleBuffers:
 
 def _is_floating(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    """Whether elements share memory, so that nobody can write to them in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
