@@ -210,7 +210,9 @@ class BucketedDDPStrategy(DDPStrategy):
             self.precision.backward(tensor * weight, module, *args, **kwargs)
         self._backwards += 1
         if reducer.last is not None and reducer.last is not before:
-            self._progress.note(reducer.last.verdict, reducer.last.tally.count, reducer.last.carried)
+            verdict, tally = reducer.last.verdict, reducer.last.tally
+            reduced = reducer.names_used(tally) if not verdict.step else ()
+            self._progress.note(verdict, tally.count, reducer.last.carried, reduced)
         self.precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -34,6 +35,7 @@ class Progress:
         self._raises = raises
         self._max_consecutive_skips = max_consecutive_skips
         self.verdict = Verdict()
+        self._spoiled: Set[str] = frozenset()  # parameters whose gradients it is of, if it is a bad one
         self.attempted = 0
         self.skipped = 0
         self.consecutive_skips = 0
@@ -42,7 +44,7 @@ class Progress:
         self.last_skipped = False
         self.skipped_in_a_row = 0
 
-    def note(self, verdict: Verdict, count: int, carried: bool) -> None:
+    def note(self, verdict: Verdict, count: int, carried: Set[str], reduced: Iterable[str]) -> None:
         """Takes in a reduction's verdict and count.
 
         A verdict holds for as long as the gradients do that it is of, whatever optimizers step on them.
@@ -50,12 +52,15 @@ class Progress:
         Args:
             verdict: Of the reduction.
             count: Samples, tokens, ... in it.
-            carried: Whether its gradients were added to earlier ones; then one bad part spoils the sum, and a part
-                without data adds nothing.
+            carried: Parameters whose earlier gradients were still there, and were added; then one bad part spoils the
+                sum, and a part without data adds nothing.
+            reduced: Parameters that it has gradients of.
         """
-        keeps_earlier = carried and (not self.verdict.step or verdict.reason is Reason.EMPTY)
+        self._spoiled &= carried
+        keeps_earlier = bool(self._spoiled) or (verdict.reason is Reason.EMPTY and bool(carried))
         if not keeps_earlier or self.verdict.reason is Reason.EMPTY:
             self.verdict = verdict
+            self._spoiled = frozenset() if verdict.step else frozenset(reduced)
         self.total_count += count
 
     def skips(self, where: str, scaler_skips: bool) -> bool:

@@ -681,7 +681,8 @@ class BucketedDDPStrategy(DDPStrategy):
         verdict = self._watch.judge(last, grad_scale(self.precision_plugin))
         self._steps_pending = True
         self._stop = self._stop or last.tally.ranks_with(Flag.STOP)
-        self._progress.note(verdict, last.tally.count, last.carried)
+        reduced = self._reducer.names_used(last.tally) if not verdict.step else ()
+        self._progress.note(verdict, last.tally.count, last.carried, reduced)
         self._figures.add(last.nbytes, last.messages, last.times.exposed, last.times.backward_end)
         self._plan = self._reducer.plan
 

@@ -37,7 +37,7 @@ class Reduction:
     Attributes:
         verdict: Whether the optimizer steps.
         tally: Counts and flags of all ranks.
-        carried: Whether gradients of an earlier reduction were still there and have been added.
+        carried: Names of parameters whose gradients of an earlier reduction were still there; they have been added.
         factor: What the summed gradients were multiplied by at the end; 1 with equal counts.
         messages: All-reduces issued, the ballot included.
         nbytes: Bytes handed to them.
@@ -47,7 +47,7 @@ class Reduction:
 
     verdict: Verdict
     tally: Tally
-    carried: bool
+    carried: frozenset[str]
     factor: float
     messages: int
     nbytes: int
@@ -450,7 +450,7 @@ class GradientReducer:
         factor = self._final_factor(tally, divided_by)
         overflow = self._scale(factor, tally)
         norm = self._norm() if self.config.measure_norm else 0.0
-        carried = bool(self._carry)
+        carried = frozenset(name for name, p in self._named if p in self._carry) if self._carry else frozenset()
         verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
         self._publish(tally)
         if tally.count:
