@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class LockstepLoader:
         self._source = LookAhead(iter(()), lambda: None)
         self._go_on_from: Any = None
         self._rewind_to: Any = None
+        self._after_first: Any = None
         self._parts = loader.parts if isinstance(loader, JointLoader) else [loader]
         samplers = [getattr(part, "sampler", None) for part in self._parts]
         self._samplers = [sampler for sampler in samplers if isinstance(sampler, UnpaddedSampler)]
@@ -164,6 +166,8 @@ class LockstepLoader:
             return None
         self._before = self._used
         self._used = self._handed_out.popleft()
+        if self._after_first is None and self._used.own == 1:
+            self._after_first = self._used.inner
         return self._used.padding
 
     @property
@@ -303,7 +307,8 @@ class LockstepLoader:
     def _iterator(self) -> Iterator[Any]:
         """Begins an iteration. A loader that goes on where it stood is to give once more what was drawn ahead.
 
-        That is what an epoch that a limit cut short did not use. A loader that begins anew has another state then.
+        That is what an epoch that a limit cut short did not use. A loader that begins anew has another state then, or,
+        if its ``__iter__`` is a generator, the state after the first batch that it had before.
         """
         rewind_to, self._rewind_to = self._rewind_to, None
         if rewind_to is None or isinstance(self.loader, JointLoader):
@@ -312,6 +317,11 @@ class LockstepLoader:
         source = iter(self.loader)
         if self.loader.state_dict() != before:  # type: ignore[attr-defined]
             return source
+        rng = torch.get_rng_state()
+        first = list(islice(source, 1))
+        if first and self.loader.state_dict() == self._after_first:  # type: ignore[attr-defined]
+            return chain(first, source)
+        torch.set_rng_state(rng)
         self.loader.load_state_dict(rewind_to)  # type: ignore[attr-defined]
         return iter(self.loader)
 
