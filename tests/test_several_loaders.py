@@ -142,6 +142,23 @@ def test_a_loader_too_short_to_cycle_is_refused_on_all_ranks(pool: RankPool) -> 
     assert str(failure.value).count("UnevenDataError") >= 2
 
 
+def error_of_sequence(rank: int) -> list[tuple[type, str]]:
+    errors = []
+    for strategy in ("ddp", "bucketed_ddp"):
+        trainer = trainer_of(strategy, 2, max_epochs=1)
+        try:
+            trainer.fit(TwoParts(), CombinedLoader(loaders_of("map", {"a": 4, "b": 4}, rank, 2), "sequential"))
+        except Exception as error:
+            errors.append((type(error), str(error)))
+    return errors
+
+
+def test_loaders_one_after_the_other_are_refused_for_training_as_lightning_does(pool: RankPool) -> None:
+    for stock, ours in pool.run(2, error_of_sequence, timeout=TIME_LIMIT):
+        assert ours == stock
+        assert 'CombinedLoader(mode="sequential")' in ours[1]
+
+
 def test_overfitting_turns_shuffling_off_in_every_loader(pool: RankPool) -> None:
     seen = pool.run(2, fit_shuffled, 2, timeout=TIME_LIMIT)
     for by_epoch in seen:
