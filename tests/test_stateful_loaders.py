@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning_runs import Module, loader, samples, trainer_of
 from rank_pool import RankPool
 from torch import Tensor
@@ -130,3 +132,30 @@ def fit_stream(rank: int) -> list[list[int]]:
 def test_a_stream_goes_on_and_nothing_that_was_drawn_ahead_is_lost(pool: RankPool) -> None:
     """The negative control: what tells the two kinds apart does not make the one out of the other."""
     assert pool.run(2, fit_stream) == [[[0, 1, 2], [3, 4, 5], [6, 7, 8]]] * 2
+
+
+class SaveBehind(Callback):
+    def __init__(self, path: str, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_and_resume(rank: int, kind: str, options: dict[str, Any], path: str) -> list[list[int]]:
+    """Batches of the two epochs behind a checkpoint."""
+    for callbacks, resume_from in ([SaveBehind(path, 0)], None), ([], path):
+        module = Watching()
+        trainer = trainer_of("bucketed_ddp", 2, max_epochs=3, limit_val_batches=0, callbacks=callbacks, **options)
+        trainer.fit(module, LOADERS[kind](rank), ckpt_path=resume_from)
+    return module.epochs
+
+
+@pytest.mark.parametrize("kind", ["Sized", "Unsized"])
+@pytest.mark.parametrize(("options", "trained"), [({}, SIZE), ({"limit_train_batches": 3}, 3)])
+def test_so_do_those_of_a_run_that_is_resumed_between_epochs(
+    pool: RankPool, kind: str, options: dict[str, Any], trained: int, tmp_path: Path
+) -> None:
+    for epochs in pool.run(2, fit_and_resume, kind, options, str(tmp_path / "between.ckpt")):
+        assert epochs == [list(range(trained))] * 2
