@@ -152,7 +152,7 @@ def fit_and_resume(rank: int, kind: str, options: dict[str, Any], path: str) -> 
     return module.epochs
 
 
-@pytest.mark.parametrize("kind", ["Sized", "Unsized"])
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("options", "trained"), [({}, SIZE), ({"limit_train_batches": 3}, 3)])
 def test_so_do_those_of_a_run_that_is_resumed_between_epochs(
     pool: RankPool, kind: str, options: dict[str, Any], trained: int, tmp_path: Path

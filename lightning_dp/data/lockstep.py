@@ -60,6 +60,7 @@ class LoaderState:
         seed: Seed of the order that an :class:`UnpaddedSampler` deals out.
         epoch: Epoch of that order.
         inner: State of a stateful loader.
+        after_first: Its state after the first batch of an epoch, by which one that begins anew is known.
     """
 
     position: int
@@ -73,6 +74,7 @@ class LoaderState:
     seed: int | None = None
     epoch: int | None = None
     inner: Any = None
+    after_first: Any = None
 
     as_dict = asdict
 
@@ -197,6 +199,7 @@ class LockstepLoader:
             seed=self._samplers[0].seed if self._samplers else None,
             epoch=self._epoch,
             inner=self._source.end if finished and self._source.ended else used.inner,
+            after_first=self._after_first,
         )
 
     def resume(self, states: Sequence[LoaderState]) -> None:
@@ -211,6 +214,7 @@ class LockstepLoader:
         """
         same_ranks = len(states) == self._wire.world_size
         state = states[self._wire.rank if same_ranks else 0]
+        self._after_first = state.after_first
         self._rng_to_restore = state.rng_now if same_ranks else None
         if state.finished:
             self._go_on_from = state.inner if same_ranks else None
@@ -290,9 +294,7 @@ class LockstepLoader:
             self.loader.load_state_dict(inner)  # type: ignore[attr-defined]
         elif self._go_on_from is not None:
             # As late as this: Lightning gives every rank the state of rank 0's loader.
-            go_on = self.loader.go_on if isinstance(self.loader, JointLoader) else self.loader.load_state_dict  # type: ignore[attr-defined]
-            go_on(self._go_on_from)
-            iter(self.loader)  # as the run that was not interrupted had done before this epoch
+            self._go_on(self._go_on_from)
         self._go_on_from = None
         if self._used.padding:
             source = iter(())  # a stateful loader that has come to its end would start its next epoch
@@ -303,6 +305,18 @@ class LockstepLoader:
         if self._first_position:
             self._restore_rng()
         return source
+
+    def _go_on(self, state: Any) -> None:
+        """Brings the loader to where it stood when its last epoch had ended, for the next one."""
+        if isinstance(self.loader, JointLoader):
+            self.loader.go_on(state)
+            return
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        # A loader that resumes in the next iteration is not to do so in that of a new epoch: so there is one between.
+        outside = torch.get_rng_state()
+        next(iter(self.loader), None)
+        torch.set_rng_state(outside)
+        self._rewind_to = state
 
     def _iterator(self) -> Iterator[Any]:
         """Begins an iteration. A loader that goes on where it stood is to give once more what was drawn ahead.
