@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning_dp.cluster.sbatch import FOLDER_OVERRIDE, FOLDER_VARIABLE, BatchScript
 from lightning_dp.errors import ConfigurationError
 
-SCRIPT = BatchScript("name", 2, 4, "/runs", "/work", ["train"], [["a=1", "b=x y"]])
+SCRIPT = BatchScript("name", 2, 4, "/runs", "/project", ["train"], [["a=1", "b=x y"]])
 # Stands in for srun: tells its arguments, and the folder that it was given.
 SRUN = f'#!/bin/bash\nprintf "%s\\0" "$@" "${FOLDER_VARIABLE}" >"$TOLD"\n'
 
