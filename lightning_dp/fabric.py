@@ -21,7 +21,7 @@ from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import NAMES, Settings, check_keywords
+from lightning_dp.settings import Settings, check_keywords, register
 from lightning_dp.step_guard import Advice, StepGuard
 
 _ADVICE = Advice(
@@ -155,14 +155,7 @@ class BucketedDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds ``bucketed_ddp`` and its start-method variants to a registry of Fabric's."""
-        for name, start_method in NAMES.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"Count-weighted bucketed data parallelism with `start_method` '{start_method}'",
-                    start_method=start_method,
-                )
+        register(strategy_registry, cls)
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes replicas of rank 0's module; it is not wrapped, so any of its methods may be called.

@@ -145,6 +145,18 @@ class Settings:
         )
 
 
+def register(registry: Any, strategy: type) -> None:
+    """Adds a strategy under each of :data:`NAMES` to a registry of Lightning's or Fabric's."""
+    for name, start_method in NAMES.items():
+        if name not in registry:
+            registry.register(
+                name,
+                strategy,
+                description=f"Count-weighted bucketed data parallelism with `start_method` '{start_method}'",
+                start_method=start_method,
+            )
+
+
 def check_keywords(keywords: Mapping[str, Any], own: list[str], base: tuple[str, ...] = BASE_ARGUMENTS) -> None:
     """Refuses what has no meaning here, with the reason, and what nobody knows, with what there is.
 

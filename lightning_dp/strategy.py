@@ -40,7 +40,7 @@ from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import BASE_ARGUMENTS, HOOK_ARGUMENTS, INHERENT_ARGUMENTS, NAMES, Settings, check_keywords
+from lightning_dp.settings import BASE_ARGUMENTS, HOOK_ARGUMENTS, INHERENT_ARGUMENTS, Settings, check_keywords, register
 from lightning_dp.step_guard import Advice, StepGuard
 from lightning_dp.watch import Watch, grad_scale
 
@@ -309,14 +309,7 @@ class BucketedDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Adds ``bucketed_ddp`` and its start-method variants to a registry of Lightning's."""
-        for name, start_method in NAMES.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"Count-weighted bucketed data parallelism with `start_method` '{start_method}'",
-                    start_method=start_method,
-                )
+        register(strategy_registry, cls)
 
     def _configure_launcher(self) -> None:
         if self._start_method == "popen":

@@ -115,7 +115,7 @@ class Bucketed(Contender):
         workload: The model.
         optimizer: Makes its optimizer.
         same_data: Whether a fingerprint of each batch travels with the ballot.
-        **config: Fields of :class:`lightning_dp.reduction.reducer.ReducerConfig`.
+        **config: Fields of :class:`lightning_dp.reduction.config.ReducerConfig`.
     """
 
     def __init__(self, workload: Workload, optimizer: OptimizerFactory, same_data: bool = True, **config: Any) -> None:
