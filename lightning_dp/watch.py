@@ -223,7 +223,6 @@ class Watch:
         answers = [*written, *self._buffers.resized(), *(name in differs for name in self._buffers.names)]
         counts = torch.tensor(answers, dtype=torch.int64, device=self._module.device)
         self._wire.wait(self._wire.all_reduce(counts), "the agreement on buffers that change")
-        self._wire.reset_counters()
         size = len(self._buffers.names)
         *notes, values = counts[:size].tolist(), counts[size : 2 * size].tolist(), counts[2 * size :].tolist()
         everywhere = [int(ranks == self._wire.world_size) for ranks in values]

@@ -149,6 +149,8 @@ class ModuleBuffers:
                 buffer.data.copy_(torch.where(is_valid, theirs, buffer))
 
     def _lookup(self) -> dict[str, Tensor]:
+        if not self.names:
+            return {}  # a walk through all layers, several times a step, for nothing
         known = set(self.names)
         return {name: buffer for name, buffer in self._module.named_buffers() if name in known}
 
