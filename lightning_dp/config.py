@@ -24,7 +24,7 @@ class BucketedDDPConfig:
     """
 
     _target_: str = "lightning_dp.BucketedDDPStrategy"
-    bucket_cap_mb: Any = 25.0
+    bucket_cap_mb: Any = "auto"
     first_bucket_cap_mb: float = 1.0
     count: Any = "samples"
     nonfinite: Any = "skip"

@@ -56,7 +56,7 @@ class BucketedDDPStrategy(DDPStrategy):
     loss by their number for the mean.
 
     Args:
-        bucket_cap_mb: Cap on a bucket in MiB.
+        bucket_cap_mb: Cap on a bucket in MiB, or ``"auto"``: plan buckets by measurement in the first steps.
         first_bucket_cap_mb: Cap on the first bucket launched, in MiB.
         nonfinite: ``"skip"`` the step on all ranks, ``"raise"`` on all ranks, ``"drop_rank"`` (leave a bad rank out of
             the step, at the price that communication is not hidden), or do not look (``"off"``).
@@ -73,7 +73,7 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | Literal["auto"] = "auto",
         first_bucket_cap_mb: float = 1.0,
         nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
         max_consecutive_skips: int = 10,

@@ -13,7 +13,8 @@ from lightning_dp.strategy import BucketedDDPStrategy
 class DataParallelMonitor(Callback):
     """Logs ``dp/skipped_steps``, ``dp/consecutive_skips``, ``dp/dropped_parts`` and ``dp/exposed_seconds`` of a step.
 
-    They are the same on all ranks but for the last one, which is rank 0's, so logging them costs no message.
+    With a bucket plan made by measurement ``dp/predicted_exposed_seconds``, too. They are the same on all ranks but for
+    ``dp/exposed_seconds``, which is rank 0's, so logging them costs no message.
     Callbacks and modules that want to know of each skipped step itself define
     ``on_step_skipped(trainer, pl_module, verdict)``, which the strategy calls on every rank.
 
@@ -36,4 +37,6 @@ class DataParallelMonitor(Callback):
             "dropped_parts": strategy.dropped_parts,
             "exposed_seconds": last.times.exposed if last is not None else 0.0,
         }
+        if strategy.reducer.predicted_exposed is not None:
+            values["predicted_exposed_seconds"] = strategy.reducer.predicted_exposed
         pl_module.log_dict({f"dp/{name}": float(value) for name, value in values.items()}, batch_size=1)

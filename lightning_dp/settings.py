@@ -102,11 +102,8 @@ class Settings:
         _check_choice("start_method", self.start_method, START_METHODS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, tuple(REDUCE_DTYPES))
-        if self.comm_hook is not None and (self.reduce_dtype is not None or self.bucket_cap_mb == AUTO):
-            raise ConfigurationError(
-                "ddp_comm_hook decides what travels, and may remember it by bucket: use it without reduce_dtype and"
-                " bucket_cap_mb='auto'"
-            )
+        if self.comm_hook is not None and self.reduce_dtype is not None:
+            raise ConfigurationError("ddp_comm_hook decides what travels: use it without reduce_dtype")
         resolve_count(self.count)
         if self.normalizers and self.count not in ("samples", "equal"):
             raise ConfigurationError(

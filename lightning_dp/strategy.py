@@ -68,7 +68,9 @@ class BucketedDDPStrategy(DDPStrategy):
         ``precision="16-mixed"`` the GradScaler does the skipping.
 
     Args:
-        bucket_cap_mb: Cap on a bucket in MiB, or ``"auto"``: plan buckets by measurement after the first steps.
+        bucket_cap_mb: Cap on a bucket in MiB, or ``"auto"``: plan buckets by measurement in the first steps. As ranks'
+            gradients are added up in another order then, runs may differ in the last bits; with
+            ``Trainer(deterministic=True)``, and with a communication hook, ``"auto"`` is a cap of 25.
         first_bucket_cap_mb: Cap on the first bucket launched, in MiB.
         count: What a micro-batch weighs: ``"samples"``, ``"tokens"``, ``"equal"`` or a function ``batch -> int``.
             :meth:`set_count` overrides it for one micro-batch.
@@ -114,7 +116,7 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float | Literal["auto"] = 25.0,
+        bucket_cap_mb: float | Literal["auto"] = "auto",
         first_bucket_cap_mb: float = 1.0,
         count: str | CountFunction = "samples",
         nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
@@ -177,6 +179,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._progress = Progress(self._settings.nonfinite == "raise", self._settings.max_consecutive_skips)
         self._figures = RunFigures()
         self._plan = BucketPlan(())
+        self._predicted_exposed: float | None = None
         self._guard: StepGuard | None = None
         self._reducer: GradientReducer | None = None
         self._reducer_state: dict[str, Any] | None = None
@@ -297,6 +300,7 @@ class BucketedDDPStrategy(DDPStrategy):
             count=self._progress.total_count,
             buckets=len(self._plan.buckets),
             gradient_bytes=self._plan.nbytes,
+            predicted_exposed_seconds=self._predicted_exposed,
         )
 
     # ------------------------------------------------------------------------------------------- set-up, teardown
@@ -677,7 +681,7 @@ class BucketedDDPStrategy(DDPStrategy):
         reduced = self._reducer.names_used(last.tally) if not verdict.step else ()
         self._progress.note(verdict, last.tally.count, last.carried, reduced)
         self._figures.add(last.nbytes, last.messages, last.times.exposed, last.times.backward_end)
-        self._plan = self._reducer.plan
+        self._plan, self._predicted_exposed = self._reducer.plan, self._reducer.predicted_exposed
 
     def _count_of(self, batch: Any) -> int:
         return as_count(self._count_function(batch), self._where())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
@@ -73,6 +74,7 @@ CONTENDERS: dict[str, Any] = {
     "stock": StockDDP,
     "stock_views": partial(StockDDP, bucket_cap_mb=0.001, gradient_as_bucket_view=True),
     "bucketed": Bucketed,
+    "bucketed_25": partial(Bucketed, bucket_cap_mb=25),
     "bucketed_small": partial(Bucketed, bucket_cap_mb=0.001, first_bucket_cap_mb=0.0005),
 }
 TINY = {"depth": 3, "width": 8, "batch_size": 4}
@@ -108,6 +110,31 @@ def test_a_contender_takes_the_step_of_one_device(name: str, pool: RankPool) -> 
 def test_without_communication_ranks_part_ways(pool: RankPool) -> None:
     first, second = pool.run(2, three_steps, "compute_only")
     assert first != pytest.approx(second, rel=1e-6)
+
+
+def collectives_of_a_window(rank: int, name: str) -> tuple[int, int]:
+    contender = made(CONTENDERS[name])
+    batch = contender.workload.make_batch(seed=rank).double()  # type: ignore[operator]
+    group = dist.group.WORLD
+    assert group is not None
+    timer = StepTimer(contender.workload, CPU, 0, micro_batches=3)
+    for _ in range(3):  # torch DDP makes its buckets anew after the first
+        timer.step(contender, batch, 4)
+    while not contender.settled:
+        timer.step(contender, batch, 4)
+    issued = []
+    for micro_batches in (1, 3):
+        timer = StepTimer(contender.workload, CPU, 0, micro_batches)
+        before = group._get_sequence_number_for_group()
+        timer.step(contender, batch, 4)
+        issued.append(group._get_sequence_number_for_group() - before)
+    return issued[0], issued[1]
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_more_micro_batches_send_no_more(name: str, pool: RankPool) -> None:
+    for one, three in pool.run(2, collectives_of_a_window, name):
+        assert one == three > 0
 
 
 def bf16_error(rank: int) -> float:
@@ -188,11 +215,11 @@ def test_sent_bytes_reads_the_kernels_table(tmp_path: Path) -> None:
 
 
 def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
-    batch = MLP(4, 256, 2).make_batch(seed=0)
+    batch = MLP(4, 1024, 2).make_batch(seed=0)
     steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)  # what a process allocates once
     found = {}
     for name, make in {**CONTENDERS, "compute_only": Contender}.items():
-        workload = MLP(4, 256, 2)
+        workload = MLP(4, 1024, 2)
         optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         mine = footprint(lambda make=make, w=workload, o=optimizer: make(w, o), batch, 2, CPU)
         found[name] = (mine.held, mine.peak, mine.messages)
@@ -200,22 +227,22 @@ def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
 
 
 def test_footprints(pool: RankPool) -> None:
-    gradients = 4 * (256 * 256 + 256) * 4
+    gradients = 4 * (1024 * 1024 + 1024) * 4
     for found in pool.run(2, footprints):
-        # Objects other than tensors weigh a few KiB.
+        # Objects other than tensors, and what the transport's threads keep, weigh less than a MiB.
         held = {name: held / gradients for name, (held, _, _) in found.items()}
-        assert held["compute_only"] == pytest.approx(1.0, rel=0.15)  # momentum, as large, is not counted
-        assert held["stock"] == pytest.approx(2.0, rel=0.15)
-        assert held["stock_views"] == pytest.approx(1.0, rel=0.15)
-        assert held["bucketed"] == pytest.approx(1.0, rel=0.15)
+        assert held["compute_only"] == pytest.approx(1.0, rel=0.05)  # momentum, as large, is not counted
+        assert held["stock"] == pytest.approx(2.0, rel=0.05)
+        assert held["stock_views"] == pytest.approx(1.0, rel=0.05)
+        assert held["bucketed"] == pytest.approx(1.0, rel=0.05)
         assert all(peak >= held for held, peak, _ in found.values())
         messages = {name: count for name, (_, _, count) in found.items()}
         # Torch closes a bucket when it is over the cap, the reducer before it would be; and the ballot.
-        assert {name: messages[name] for name in ("compute_only", "reduce_after", "stock", "bucketed")} == {
+        assert {name: messages[name] for name in ("compute_only", "reduce_after", "stock", "bucketed_25")} == {
             "compute_only": 0,
             "reduce_after": 1,
-            "stock": 1,
-            "bucketed": 3,
+            "stock": 2,
+            "bucketed_25": 3,
         }
         assert messages["bucketed_small"] > 4
 
@@ -331,7 +358,7 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert done.code == 0, done.output
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
-    ours = ["bucketed", "bucketed_auto", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_unchecked"]
+    ours = ["bucketed", "bucketed_25", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_unchecked"]
     assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_25", *ours]
     assert all(name in done.output for name in rows)
     gradient_bytes = 2 * (64 * 64 + 64) * 4
@@ -340,9 +367,9 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert rows["compute_only"]["sent"] < 0.2 * gradient_bytes
     assert 1.0 < rows["stock"]["sent_over_formula"] < 1.25
     assert 1.0 < rows["bucketed"]["sent_over_formula"] < 1.25
-    assert [rows[name]["messages"] for name in ("bucketed", "bucketed_unchecked")] == [2, 2]
+    assert rows["bucketed_25"]["messages"] == 2
     assert all(rows[name]["messages"] < 10 for name in ours)  # measuring is over
-    assert [name for name, row in rows.items() if row["predicted_exposed"] is not None] == ours[1:4]
+    assert [name for name in rows if rows[name]["predicted_exposed"] is not None] == [ours[0], *ours[2:]]
     assert rows["bucketed"]["held"] < rows["bucketed"]["peak"] < 40 * gradient_bytes
     assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)
 

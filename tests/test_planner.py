@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dp.reduction import planner
-from lightning_dp.reduction.planner import Link, best_segments, predict_finish
+from lightning_dp.reduction.planner import STRETCHES, Link, best_segments, predict_finish, sturdy_segments
 
 FAST = Link(0.001, ((1000.0, 0.01), (10_000.0, 0.05), (100_000.0, 0.4)))
 
@@ -122,3 +122,49 @@ def test_no_more_units_than_the_search_bears(sizes):
     assert sum(units) == len(sizes)
     assert min(units) >= 1
     assert len(units) <= planner.MAX_UNITS + 1
+
+
+# ---------------------------------------------------------------------------------------------- sturdy plans
+
+
+def losses(cut, ready, nbytes, link):
+    """By how much a plan finishes later than the best one, for a backward that is slower or faster than measured."""
+    found = []
+    for stretch in STRETCHES:
+        stretched = [stretch * when for when in ready]
+        best = min(predict_finish(other, stretched, nbytes, link) for other in all_cuts(len(ready)))
+        found.append(predict_finish(cut, stretched, nbytes, link) / best - 1)
+    return found
+
+
+@given(gradients, links)
+@settings(max_examples=30, deadline=None)
+def test_a_sturdy_plan_loses_least_of_the_best_ones(rows, link):
+    ready, nbytes = [r for r, _ in rows], [float(b) for _, b in rows]
+    mine = sum(losses(sturdy_segments(ready, nbytes, link), ready, nbytes, link))
+    for stretch in STRETCHES:
+        other = best_segments([stretch * when for when in ready], nbytes, link)
+        assert mine <= sum(losses(other, ready, nbytes, link)) + 1e-9 + len(STRETCHES) * planner.TOLERANCE
+
+
+def test_a_sturdy_plan_does_not_need_exact_measurements():
+    # A link that takes twice as long as backward: the best plan's messages grow, each to be there just in time.
+    ready, nbytes = [0.01 * k for k in range(1, 33)], [1e6] * 32
+    link = Link(0.0, ((1e5, 0.004), (1e6, 0.02), (4e6, 0.08)))
+    exact, sturdy = best_segments(ready, nbytes, link), sturdy_segments(ready, nbytes, link)
+
+    def worst(cut):
+        finishes = []
+        for stretch in STRETCHES:
+            stretched = [stretch * when for when in ready]
+            best = predict_finish(best_segments(stretched, nbytes, link), stretched, nbytes, link)
+            finishes.append(predict_finish(cut, stretched, nbytes, link) / best)
+        return max(finishes)
+
+    assert worst(exact) > 1.1
+    assert worst(sturdy) < 1.02
+    assert predict_finish(sturdy, ready, nbytes, link) <= 1.01 * predict_finish(exact, ready, nbytes, link)
+
+
+def test_without_gradients_there_is_no_plan():
+    assert sturdy_segments([], [], FAST) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest import mock
 
@@ -22,9 +23,11 @@ from test_reducer import (
 from torch import Tensor, nn
 
 from lightning_dp.reduction import GradientReducer, ReducerConfig, tuning
+from lightning_dp.reduction import reducer as reducers
 from lightning_dp.reduction.buckets import plan_buckets, plan_segments
 from lightning_dp.reduction.planner import Link
-from lightning_dp.reduction.tuning import PlanTuner, measure_link
+from lightning_dp.reduction.trial import Trial
+from lightning_dp.reduction.tuning import Candidate, Forecast, PlanTuner, measure_link, segments_of
 from lightning_dp.reduction.wire import Wire
 
 MIB = 2**20
@@ -41,8 +44,10 @@ def test_weights_equal_one_device(pool: RankPool, world_size: int, k: int) -> No
         assert all(digest == digests[0] for digest in digests)
 
 
-# A link on which every message costs a millisecond and every byte a microsecond: small plans differ much.
-LINK = Link(0.0, ((1.0, 1e-3), (1e6, 1.0)))
+# A link on which every message costs a millisecond, and a layer's 288 bytes 29 ms: plans differ much.
+LINK = Link(0.0, ((1.0, 1e-3), (1e6, 100.0)))
+# One on which every message costs a lot, whatever its size.
+DEAR = Link(0.0, ((1.0, 0.1), (1e6, 0.2)))
 
 
 class SlowGrad(torch.autograd.Function):
@@ -69,47 +74,104 @@ class SlowLayers(nn.Module):
         return x
 
 
-def tuned(rank: int, link: Link, config: ReducerConfig, idle: tuple[int, ...] = ()) -> tuple:
+class SimulatedWire(Wire):
+    """A wire on which messages of a plan take as long as on a link, one after the other."""
+
+    link = LINK
+    free = 0.0
+
+    def all_reduce(self, tensor: Tensor) -> tuple:  # type: ignore[override]
+        work = super().all_reduce(tensor)
+        now = time.perf_counter()
+        if tensor.is_floating_point():  # the ballot rides along for nothing
+            self.free = max(self.free, now) + self.link.busy(tensor.numel() * 4)
+        return work, self.free
+
+    def wait(self, work: tuple, what: str) -> None:  # type: ignore[override]
+        super().wait(work[0], what)
+        time.sleep(max(0.0, work[1] - time.perf_counter()))
+
+
+STEPS = 15  # four are watched, two plans are tried four times, and then there are three
+
+
+def tuned(rank: int, measured: Link, config: ReducerConfig, idle: tuple[int, ...] = (), real: Link = LINK) -> tuple:
     torch.manual_seed(0)
     model = SlowLayers()
-    reducer = GradientReducer(model.named_parameters(), config=config)
+    wire = type("ThisWire", (SimulatedWire,), {"link": real})
     plans, messages = [], []
-    with mock.patch.object(tuning, "measure_link", lambda wire, device: link):
-        for _ in range(8):
+    with (
+        mock.patch.object(tuning, "measure_link", lambda wire, device: measured),
+        mock.patch.object(reducers, "Wire", wire),
+    ):
+        reducer = GradientReducer(model.named_parameters(), config=config)
+        for _ in range(STEPS):
             model.zero_grad()
             nothing = torch.zeros((), requires_grad=True)
             reducer.backward(nothing if rank in idle else mean_loss(model, torch.ones(2, 8)), 0 if rank in idle else 2)
             plans.append([layout.indices for layout in reducer.plan.buckets])
             messages.append(reducer.last.messages)
-    return plans, messages, reducer.forecast
+    return plans, messages, reducer.forecast, reducer.state_dict()
 
 
 def test_the_plan_is_made_once_and_is_the_same_on_all_ranks(pool: RankPool) -> None:
     results = pool.run(2, tuned, LINK, AUTO)
-    plans, messages, forecast = results[0]
+    plans, messages, forecast, state = results[0]
     assert results[1][0] == plans
     assert results[1][2] == forecast
-    # Layers come 30 ms apart and take about 1 ms each: each its own message, the last alone at the tail.
-    assert [len(plan) for plan in plans] == [1] * 4 + [len(forecast.segments)] * 4
-    assert len(forecast.segments) > 1
-    assert forecast.finish < forecast.capped_finish
-    assert forecast.exposed == max(0.0, forecast.finish - forecast.backward_end)
-    assert [len(bucket) for bucket in plans[-1]] == list(forecast.segments)
+    # Layers come 30 ms apart and take about as long: each its own message, the last alone at the tail.
+    planned, capped = forecast.candidates
+    many = len(planned.segments)
+    assert many > 1
+    assert [len(plan) for plan in plans] == [1] * 4 + [many, 1] * 4 + [many] * 3
+    assert forecast.best is planned
+    assert planned.predicted < capped.predicted
+    assert forecast.exposed == max(0.0, planned.predicted - forecast.backward_end)
+    assert [len(bucket) for bucket in plans[-1]] == list(planned.segments) == state["segments"]
     # The messages of measuring are none of a step's, and the ballot is one.
     assert messages == [len(plan) + 1 for plan in plans]
+    # What was predicted came.
+    assert planned.measured == pytest.approx(planned.predicted, rel=0.2)
+    assert capped.measured == pytest.approx(capped.predicted, rel=0.2)
+    assert forecast.describe().startswith(f"bucket plan 'planned' stays, with {many} buckets; ")
 
 
-def test_where_messages_are_dear_there_is_one(pool: RankPool) -> None:
-    dear = Link(0.0, ((1.0, 10.0), (1e6, 11.0)))
-    plans, _, forecast = pool.run(2, tuned, dear, AUTO)[0]
-    assert forecast.segments == (8,)
-    assert forecast.finish == pytest.approx(forecast.capped_finish)
+def test_a_plan_that_is_worse_than_it_was_predicted_to_be_is_given_up(pool: RankPool) -> None:
+    for plans, _, forecast, state in pool.run(2, tuned, LINK, AUTO, (), DEAR):
+        planned, capped = forecast.candidates
+        assert planned.predicted < capped.predicted
+        assert planned.measured > 1.2 * capped.measured
+        assert forecast.best is capped
+        assert len(plans[4]) > 1
+        assert [len(plan) for plan in plans[-3:]] == [1] * 3
+        assert state["segments"] == [8]
+
+
+def test_on_a_link_where_messages_are_dear_there_is_one(pool: RankPool) -> None:
+    plans, _, forecast, _ = pool.run(2, tuned, Link(0.0, ((1.0, 10.0), (1e6, 11.0))), AUTO)[0]
+    assert [candidate.segments for candidate in forecast.candidates] == [(8,)]
     assert plans[-1] == plans[2]
 
 
 def test_without_overlap_one_message_is_best(pool: RankPool) -> None:
-    forecast = pool.run(2, tuned, LINK, ReducerConfig(bucket_cap_mb="auto", overlap=False))[0][2]
-    assert forecast.segments == (8,)
+    for config in (replace(AUTO, overlap=False), replace(AUTO, drop_nonfinite=True)):
+        forecast = pool.run(2, tuned, LINK, config)[0][2]
+        assert forecast.candidates[0].segments == (8,)
+
+
+def under_deterministic_algorithms(rank: int) -> tuple:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return tuned(rank, LINK, AUTO)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_where_runs_are_to_be_repeated_to_the_last_bit_nothing_is_measured(pool: RankPool) -> None:
+    for plans, _, forecast, state in pool.run(2, under_deterministic_algorithms):
+        assert forecast is None
+        assert {len(plan) for plan in plans} == {1}
+        assert "segments" not in state
 
 
 @pytest.mark.parametrize("idle", [(0,), (1,)])
@@ -117,18 +179,19 @@ def test_a_rank_without_data_follows_the_others(pool: RankPool, idle: tuple[int,
     results = pool.run(2, tuned, LINK, AUTO, idle)
     assert results[0][0] == results[1][0]
     assert results[0][2] == results[1][2]
-    assert len(results[0][2].segments) > 1
+    assert len(results[0][2].candidates[0].segments) > 1
 
 
 def test_where_no_rank_has_data_nothing_is_planned(pool: RankPool) -> None:
-    for plans, _, forecast in pool.run(2, tuned, LINK, AUTO, (0, 1)):
+    for plans, _, forecast, _ in pool.run(2, tuned, LINK, AUTO, (0, 1)):
         assert forecast is None
         assert {len(plan) for plan in plans} == {1}
 
 
 def test_caps_plan_nothing_by_measurement(pool: RankPool) -> None:
-    _, _, forecast = pool.run(2, tuned, LINK, SMALL_BUCKETS)[0]
+    _, _, forecast, state = pool.run(2, tuned, LINK, SMALL_BUCKETS)[0]
     assert forecast is None
+    assert "segments" not in state
 
 
 def resumed(rank: int) -> tuple:
@@ -137,30 +200,84 @@ def resumed(rank: int) -> tuple:
     cheap = Link(0.0, ((1.0, 1e-9), (1e6, 1e-3)))
     states, plans = [], []
     with mock.patch.object(tuning, "measure_link", lambda wire, device: cheap):
-        for step in range(6):
+        for step in range(STEPS):
             model.zero_grad()
-            reducer.backward(mean_loss(model, rows(step, rank, 0, 2)), count=2)
+            reducer.backward(mean_loss(model, rows(step % 4, rank, 0, 2)), count=2)
             states.append(reducer.state_dict())
             plans.append(reducer.plan)
     again = GradientReducer(mlp().named_parameters(), config=AUTO)
     again.load_state_dict(states[-1])
+    fine = states[-1] | {"segments": [1] * 8}
+    planned = GradientReducer(mlp().named_parameters(), config=AUTO)
+    planned.load_state_dict(fine)
     capped = GradientReducer(mlp().named_parameters(), config=SMALL_BUCKETS)
-    capped.load_state_dict(states[-1])
-    older = {name: value for name, value in states[-1].items() if name != "segments"}
-    before = GradientReducer(mlp().named_parameters(), config=AUTO)
-    before.load_state_dict(older)
-    return states, plans[-1] == again.plan, len(capped.plan.buckets), len(before.plan.buckets)
+    capped.load_state_dict(fine)
+    others = GradientReducer(mlp().named_parameters(), config=AUTO)
+    others.load_state_dict(fine | {"world_size": 8})
+    return states, plans[-1] == again.plan, *(len(r.plan.buckets) for r in (planned, capped, others))
 
 
 def test_a_resumed_run_has_the_measured_plan_at_once(pool: RankPool) -> None:
     parameters = list(mlp().parameters())
     small = len(plan_buckets(parameters, range(8)[::-1], 0.004 * MIB, 0.001 * MIB).buckets)
-    for states, same, capped, before in pool.run(2, resumed):
-        assert ["segments" in state for state in states] == [False] * 3 + [True] * 3
+    for states, same, planned, capped, others in pool.run(2, resumed):
+        assert ["segments" in state for state in states] == [False] * 11 + [True] * 4
         assert same
-        # Caps of this run's own hold; a checkpoint without a plan is one to measure from.
+        assert planned == 8
+        # Caps of this run's own hold; a plan of other ranks, with other links, does not.
         assert capped == small
-        assert before == 1
+        assert others == 1
+
+
+# ---------------------------------------------------------------------------------------------- the trial
+
+
+@pytest.mark.parametrize(
+    ("theirs", "medians"),
+    [
+        pytest.param([1, 2] * 4, (1.5, 2.0), id="the first on both ranks"),
+        pytest.param([9, 2] * 4, (9.0, 2.0), id="the slower rank decides"),
+        pytest.param([1, 2, 99, 2, 1, 2, 1, 2], (1.5, 2.0), id="one slow step decides nothing"),
+        pytest.param([1, 9, 9, 1, 1, 9, 9, 1], (5.25, 5.5), id="two kinds of steps in turn"),
+        pytest.param([None] * 8, (1.5, 2.0), id="a rank without data"),
+    ],
+)
+def test_plans_are_tried_in_turn(theirs: list, medians: tuple) -> None:
+    wire = mock.Mock(spec=Wire)
+    wire.gather.side_effect = lambda mine: [mine, theirs]
+    trial = Trial(wire, ((3,), (1, 2)))
+    turns, done = [], []
+    for end in (1.5, 2.0) * 4:
+        turns.append(trial.segments)
+        done.append(trial.observe(end))
+    assert turns == [(3,), (1, 2)] * 4
+    assert done == [False] * 7 + [True]
+    assert trial.agree() == medians
+
+
+def test_a_plan_that_met_no_data_has_no_figure() -> None:
+    wire = mock.Mock(spec=Wire)
+    wire.gather.side_effect = lambda mine: [mine]
+    trial = Trial(wire, ((3,), (1, 2)))
+    for end in (None, 1.0) * 4:
+        trial.observe(end)
+    assert trial.agree() == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "best"),
+    [
+        pytest.param((None, None, None), "planned", id="before the trial"),
+        pytest.param((3.0, 2.0, 1.0), "25 MiB", id="the one that ended first"),
+        pytest.param((2.0, 2.0, 2.0), "planned", id="of equal ones the planner's"),
+        pytest.param((None, 3.0, 2.0), "25 MiB", id="one that met no data cannot win"),
+    ],
+)
+def test_the_candidate_that_ends_first_is_the_best(measured: tuple, best: str) -> None:
+    candidates = tuple(Candidate(name, (1,), 1.0) for name in ("planned", "4 MiB", "25 MiB"))
+    forecast = Forecast(candidates, 0.5, LINK).with_trial(measured)
+    assert forecast.best.name == best
+    assert f"'{best}' stays" in forecast.describe()
 
 
 # ---------------------------------------------------------------------------------------------- the link
@@ -220,7 +337,7 @@ def test_a_plan_by_caps_is_told_in_segments(cap: float) -> None:
     parameters = list(mlp().parameters())
     order = list(range(len(parameters)))[::-1]
     plan = plan_buckets(parameters, order, cap, cap)
-    segments = tuning._segments_of(plan, order)
+    segments = segments_of(plan, order)
     assert [tuple(order[a:b]) for a, b in pairwise([0, *accumulate(segments)])] == [b.indices for b in plan.buckets]
 
 
@@ -232,9 +349,11 @@ def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.M
     tuner = PlanTuner(wire, torch.device("cpu"))
     seen = [tuner.observe({0: 0.2 + d, 1: 0.3 + d}, 0.4 + d) for d in (7.0, 0.0, 0.1, 5.0)]
     assert seen == [False, False, False, True]
-    plan = plan_segments([torch.zeros(1), torch.zeros(1)], [0, 1], [1, 1])
-    forecast = tuner.forecast(plan, [0, 1], [4, 4], overlap=True)
+    forecast = tuner.forecast({"one": (2,), "two": (1, 1)}, [0, 1], [400, 400], overlap=True)
     assert forecast is not None
-    # Medians 0.3 and 0.4 here, 0.1 and 0.9 there: the second is ready at 0.9, and takes a millisecond.
-    assert forecast.finish == pytest.approx(0.9 + LINK.busy(4))
+    # Medians 0.3 and 0.4 here, 0.1 and 0.9 there: the second is ready at 0.9.
+    assert forecast.best.predicted == pytest.approx(0.9 + LINK.busy(400))
     assert forecast.backward_end == pytest.approx(0.5)
+    # None is tried twice.
+    assert [candidate.name for candidate in forecast.candidates] == ["planned", "one"]
+    assert [candidate.segments for candidate in forecast.candidates] == [(1, 1), (2,)]

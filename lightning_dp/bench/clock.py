@@ -19,8 +19,8 @@ class StepSeconds:
 
     Attributes:
         total: From zeroing the gradients to the end of the optimizer.
-        forward: Zeroing and forward.
-        backward: Backward, with what it waits for the network.
+        forward: Zeroing, all micro-batches but the last, and forward.
+        backward: The last backward, with what it waits for the network.
         optimizer: The optimizer's step.
         exposed: From the last gradient to the end of backward.
     """
@@ -39,9 +39,11 @@ class StepTimer:
         workload: The contender's.
         device: On a GPU the host waits for it at the ends of a step, and events time what is between.
         last: Index of the parameter whose gradient arrives last.
+        micro_batches: Micro-batches in a step.
     """
 
-    def __init__(self, workload: Workload, device: torch.device, last: int) -> None:
+    def __init__(self, workload: Workload, device: torch.device, last: int, micro_batches: int = 1) -> None:
+        self._micro_batches = micro_batches
         self._cuda = device.type == "cuda"
         parameter = list(workload.parameters())[last]
         parameter.register_post_accumulate_grad_hook(self._note_last)  # type: ignore[no-untyped-call]
@@ -51,6 +53,8 @@ class StepTimer:
         self._synchronize()
         start = self._mark()
         contender.optimizer.zero_grad()
+        for _ in range(self._micro_batches - 1):
+            contender.accumulate(batch, count)
         loss = contender.loss(batch)
         forward = self._mark()
         self._last = forward

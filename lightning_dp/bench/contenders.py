@@ -40,6 +40,10 @@ class Contender:
         loss: Tensor = self.workload(batch)
         return loss
 
+    def accumulate(self, batch: Any, count: int) -> None:
+        """Forward and backward of a micro-batch that is not the last of a step; nothing is sent."""
+        torch.autograd.backward(self.loss(batch))
+
     def backward(self, loss: Tensor, count: int) -> None:
         """Backward; at its end gradients are final."""
         torch.autograd.backward(loss)
@@ -47,6 +51,11 @@ class Contender:
     def update(self) -> None:
         """Optimizer step."""
         self.optimizer.step()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it works as it will from now on; the same on all ranks."""
+        return True
 
     @property
     def predicted_exposed(self) -> float | None:
@@ -94,6 +103,11 @@ class StockDDP(Contender):
         if compress:
             self._ddp.register_comm_hook(None, _compress)
 
+    def accumulate(self, batch: Any, count: int) -> None:
+        """Within ``no_sync``."""
+        with self._ddp.no_sync():
+            super().accumulate(batch, count)
+
     def loss(self, batch: Any) -> Tensor:
         """Forward through the wrapper."""
         loss: Tensor = self._ddp(batch)
@@ -129,6 +143,12 @@ class Bucketed(Contender):
             self._reducer.word = batch_fingerprint(batch) or 0
         return super().loss(batch)
 
+    def accumulate(self, batch: Any, count: int) -> None:
+        """Within ``no_sync``."""
+        loss = self.loss(batch)
+        with self._reducer.no_sync():
+            self.backward(loss, count)
+
     def backward(self, loss: Tensor, count: int) -> None:
         """Weighted backward."""
         self._reducer.agree_reference(count)
@@ -141,9 +161,14 @@ class Bucketed(Contender):
             self.optimizer.step()
 
     @property
+    def settled(self) -> bool:
+        """When the bucket plan is final."""
+        return self._reducer.has_final_plan
+
+    @property
     def predicted_exposed(self) -> float | None:
         """With ``bucket_cap_mb="auto"``."""
-        return self._reducer.forecast.exposed if self._reducer.forecast is not None else None
+        return self._reducer.predicted_exposed
 
 
 class Watched(Contender):
@@ -156,16 +181,20 @@ class Watched(Contender):
     def __init__(self, workload: Workload, optimizer: OptimizerFactory) -> None:
         super().__init__(workload, optimizer)
         self.ready: list[list[float]] = []
+        self._start_watching()
         for index, parameter in enumerate(workload.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
     def backward(self, loss: Tensor, count: int) -> None:
         """Backward under watch."""
-        self._now = [0.0] * sum(1 for _ in self.workload.parameters())
-        self._start = time.perf_counter()
+        self._start_watching()
         torch.autograd.backward(loss)
         self.ready.append(self._now)
+
+    def _start_watching(self) -> None:
+        self._now = [0.0] * sum(1 for _ in self.workload.parameters())
+        self._start = time.perf_counter()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:

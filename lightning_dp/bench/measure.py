@@ -44,7 +44,7 @@ class Anatomy:
     """What a step consists of, from medians over rounds; for seconds those of the slowest rank.
 
     Attributes:
-        forward: Seconds of forward without communication.
+        forward: Seconds of forward without communication, and of all micro-batches before the last.
         backward: Seconds of backward without communication.
         optimizer: Seconds of the optimizer.
         ready: Seconds after the start of backward at which each gradient is ready, by parameter.
@@ -73,9 +73,10 @@ class Rounds:
         device: Where to run.
         interface: Network interface whose counter is read; ``None`` reads none.
         sharing: Ranks that send through that interface.
+        micro_batches: Micro-batches in a step; all but the last are accumulated.
     """
 
-    WARM_UP = 6  # by then a plan by measurement is in force
+    WARM_UP = 3
 
     def __init__(
         self,
@@ -85,14 +86,15 @@ class Rounds:
         device: torch.device,
         interface: str | None,
         sharing: int,
+        micro_batches: int = 1,
     ) -> None:
         self._workload, self._optimizer, self._device = workload.to(device), optimizer, device
-        self._interface, self._sharing = interface, sharing
+        self._interface, self._sharing, self._micro_batches = interface, sharing, micro_batches
         batch = workload.make_batch(seed=dist.get_rank())
         self._count = workload.count(batch)
         self._batch = _to(batch, device)
         self._watched = Watched(copy.deepcopy(workload), optimizer)
-        self._watched_timer = StepTimer(self._watched.workload, device, 0)
+        self._watched_timer = StepTimer(self._watched.workload, device, 0, micro_batches)
         self._watched_timer.step(self._watched, self._batch, self._count)
         ready = self._watched.ready[-1]
         self._last = ready.index(max(ready))
@@ -119,6 +121,9 @@ class Rounds:
         watched: list[StepSeconds] = []
         alone: list[float] = []
         beside: list[tuple[float, float, float]] = []
+        for contender, timer in self._contenders.values():
+            while not contender.settled:
+                timer.step(contender, self._batch, self._count)
         for number in range(self.WARM_UP + rounds):
             if number == self.WARM_UP:
                 watched, alone, beside, self._watched.ready = [], [], [], []
@@ -136,7 +141,7 @@ class Rounds:
 
     def _make(self, make: ContenderFactory) -> tuple[Contender, StepTimer]:
         workload = copy.deepcopy(self._workload)
-        timer = StepTimer(workload, self._device, self._last)
+        timer = StepTimer(workload, self._device, self._last, self._micro_batches)
         return make(workload, self._optimizer), timer
 
     def _footprint(self, make: ContenderFactory) -> Footprint:

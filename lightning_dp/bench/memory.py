@@ -12,7 +12,8 @@ import torch
 
 from lightning_dp.bench.contenders import Contender
 
-STEPS = 8  # by then whoever re-plans has done so
+STEPS = 3
+LAST_STEP = "bench: last step"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Footprint:
 
 
 def footprint(make: Callable[[], Contender], batch: Any, count: int, device: torch.device) -> Footprint:
-    """Runs a few steps of a new contender twice, for its memory and under the profiler; the last step counts.
+    """Runs a few steps of a new contender, the last ones under the profiler.
 
     Args:
         make: Makes the contender around a workload of its own that exists already.
@@ -45,17 +46,17 @@ def footprint(make: Callable[[], Contender], batch: Any, count: int, device: tor
     contender = make()
     for _ in range(STEPS):
         _step(contender, batch, count)
+    while not contender.settled:
+        _step(contender, batch, count)
     gc.collect()
     held = _allocated(device) - before - _state_bytes(contender)
-    del contender
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        contender = make()
-        for number in range(STEPS):
-            with torch.profiler.record_function(f"bench step {number}"):
-                _step(contender, batch, count)
+        _step(contender, batch, count)  # what the next step frees must have been seen to be allocated
+        with torch.profiler.record_function(LAST_STEP):
+            _step(contender, batch, count)
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    last = next(event for event in events if event.name() == f"bench step {STEPS - 1}")
+    last = next(event for event in events if event.name() == LAST_STEP)
     inside = [e for e in events if last.start_ns() <= e.start_ns() <= last.start_ns() + last.duration_ns()]
     rise, highest = 0, 0
     for event in inside:

@@ -57,6 +57,7 @@ def run_rank(cfg: DictConfig, place: Place) -> Results:
             device,
             interface,
             place.local_world_size,
+            cfg.micro_batches,
         )
         series, anatomy = rounds.run(cfg.rounds)
     finally:

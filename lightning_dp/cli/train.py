@@ -80,6 +80,8 @@ def _summary(trainer: Trainer, results: Mapping[str, float], metric: str) -> Tab
 def _communication(report: RunReport) -> dict[str, str]:
     formula = report.formula_bytes_per_step
     ratio = f", {report.bytes_per_step / formula:.4f} x" if formula else ""
+    predicted = report.predicted_exposed_seconds
+    forecast = f", predicted {predicted * 1e3:.1f} ms" if predicted is not None else ""
     return {
         "optimizer steps": f"{report.steps:,}",
         "skipped steps": f"{report.skipped_steps:,}",
@@ -88,7 +90,7 @@ def _communication(report: RunReport) -> dict[str, str]:
         "sent per step": f"{report.bytes_per_step / KIB:,.1f} KiB a rank (ring formula {formula / KIB:,.1f}{ratio})",
         "messages per step": f"{report.messages_per_step:.0f} (buckets {report.buckets}, and the ballot)",
         "exposed communication": (
-            f"{report.exposed_seconds * 1e3:.1f} ms a step (backward {report.backward_seconds * 1e3:.1f} ms)"
+            f"{report.exposed_seconds * 1e3:.1f} ms a step (backward {report.backward_seconds * 1e3:.1f} ms{forecast})"
         ),
     }
 

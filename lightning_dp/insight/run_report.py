@@ -25,6 +25,8 @@ class RunReport:
         buckets: Buckets in the plan.
         exposed_seconds: Time per step waited for the network after backward had ended; median.
         backward_seconds: Time per step from the start to the end of the last backward of a window; median.
+        predicted_exposed_seconds: What ``exposed_seconds`` was predicted to be for a plan made by measurement;
+            ``None`` if there is none.
     """
 
     world_size: int
@@ -37,6 +39,7 @@ class RunReport:
     buckets: int
     exposed_seconds: float
     backward_seconds: float
+    predicted_exposed_seconds: float | None
 
 
 class RunFigures:
@@ -56,7 +59,14 @@ class RunFigures:
         self._backward.append(backward)
 
     def report(
-        self, world_size: int, steps: int, skipped_steps: int, count: int, buckets: int, gradient_bytes: int
+        self,
+        world_size: int,
+        steps: int,
+        skipped_steps: int,
+        count: int,
+        buckets: int,
+        gradient_bytes: int,
+        predicted_exposed_seconds: float | None = None,
     ) -> RunReport:
         """The report; ``gradient_bytes`` is the size of all trainable parameters."""
 
@@ -74,4 +84,5 @@ class RunFigures:
             buckets=buckets,
             exposed_seconds=median(self._exposed),
             backward_seconds=median(self._backward),
+            predicted_exposed_seconds=predicted_exposed_seconds,
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+import torch
 
 from lightning_dp.reduction.comm_hooks import Hook
 
 MIB = 1024 * 1024
-AUTO = "auto"  # for bucket_cap_mb
-AUTO_START_MB = 25.0  # its cap until it has measured
+AUTO: Final = "auto"  # for bucket_cap_mb
+FIXED_CAP_MB = 25.0  # until it has measured, and where it does not
+SMALL_CAP_MB = 4.0  # what it tries, too: on a slow link as good as any search, where a measurement has gone wrong
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,11 @@ class ReducerConfig:
     """How a reducer works.
 
     Attributes:
-        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` measures the first
-            steps and the link, and re-plans once so that the last bucket is predicted to finish as early as can be.
+        bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` starts with 25,
+            measures a few steps and the link, plans buckets that finish as early as can be, and tries that plan against
+            caps of 4 and 25 in some more steps. The plan decides in which order ranks' gradients are added up, so runs
+            may differ in the last bits; under ``torch.use_deterministic_algorithms`` 25 stays. So it does with a
+            communication hook, which may remember things by bucket.
         first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
         overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
             whose gradients fire a different number of times from step to step.
@@ -33,7 +39,7 @@ class ReducerConfig:
         measure_norm: Measure the norm of the averaged gradients; one pass over them, and a GPU's host waits for it.
     """
 
-    bucket_cap_mb: float | Literal["auto"] = 25.0
+    bucket_cap_mb: float | Literal["auto"] = AUTO
     first_bucket_cap_mb: float = 1.0
     overlap: bool = True
     check_nonfinite: bool = True
@@ -43,3 +49,14 @@ class ReducerConfig:
     comm_hook: Hook | None = None
     comm_state: Any = None
     measure_norm: bool = False
+
+    @property
+    def cap_mb(self) -> float:
+        """Cap on a bucket in MiB where nothing has been planned by measurement."""
+        return FIXED_CAP_MB if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
+
+    @property
+    def plans_by_measurement(self) -> bool:
+        """Whether ``"auto"`` measures; the same on all ranks."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return self.bucket_cap_mb == AUTO and self.comm_hook is None and not deterministic

@@ -3,6 +3,10 @@
 Which runs of gradients to merge into one message is the question of MG-WFBP (Shi, Chu and Li, "MG-WFBP: Efficient data
 communication for distributed synchronous SGD algorithms", INFOCOM 2019). Their answer is greedy and believes in one
 latency per message; here a dynamic programme weighs every contiguous plan, with a cost that is measured.
+
+The best plan for exactly what was measured sends each message just when the link is free, so that any delay leaves the
+link idle: beside transfers a backward is slower than it was when it was measured, and another batch takes another time.
+What is chosen, then, is the plan that loses least on average over backwards that are faster and slower than that.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import torch
 MAX_UNITS = 128
 # A plan with fewer messages is preferred if it finishes within this share of the best: they cost the host time too.
 TOLERANCE = 0.002
+# How many times as long as measured a backward may take, against the link; for each there is a best plan.
+STRETCHES = (0.7, 0.85, 1.0, 1.2, 1.45)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,29 @@ def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequ
         latest = max(latest, *ready[first:end])  # messages leave in order
         free = max(free, latest) + link.busy(sum(nbytes[first:end]))
     return free + link.latency if segments else 0.0
+
+
+def sturdy_segments(ready: Sequence[float], nbytes: Sequence[float], link: Link) -> tuple[int, ...]:
+    """Of the plans that are best for a backward :data:`STRETCHES` times as long, the one that is good for all of them.
+
+    Args:
+        ready: When each gradient is ready, in the order in which they are sent.
+        nbytes: Size of each.
+        link: The link.
+
+    Returns:
+        How many gradients each message holds: the plan whose predicted finish, as a multiple of the best one's, is the
+        lowest on average.
+    """
+    backwards = [[when * stretch for when in ready] for stretch in STRETCHES]
+    plans = [best_segments(backward, nbytes, link) for backward in backwards]
+    best = [predict_finish(plan, backward, nbytes, link) for plan, backward in zip(plans, backwards, strict=True)]
+
+    def loss(plan: tuple[int, ...]) -> float:
+        finishes = [predict_finish(plan, backward, nbytes, link) for backward in backwards]
+        return sum(finish / least for finish, least in zip(finishes, best, strict=True) if least > 0)
+
+    return min(plans, key=loss)
 
 
 def best_segments(ready: Sequence[float], nbytes: Sequence[float], link: Link) -> tuple[int, ...]:

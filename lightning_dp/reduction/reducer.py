@@ -211,6 +211,16 @@ class GradientReducer:
         """With ``bucket_cap_mb="auto"`` what the plan is predicted to do, once it has been made by measurement."""
         return self._schedule.forecast
 
+    @property
+    def has_final_plan(self) -> bool:
+        """Whether nothing more is to be learnt about buckets, and the plan in force stays; the same on all ranks."""
+        return self._schedule.is_final
+
+    @property
+    def predicted_exposed(self) -> float | None:
+        """Seconds of communication after backward that the plan in force was predicted to leave, if it was."""
+        return self.forecast.exposed if self.forecast is not None else None
+
     def knows(self, parameter: Tensor) -> bool:
         """Whether the parameter is one of those this reducer was given."""
         return id(parameter) in self._ids
@@ -466,7 +476,8 @@ class GradientReducer:
             self._timeline.read(len(self.plan.buckets)),
             norm,
         )
-        self._schedule.tune(self._timeline.gradients, self.last.times.backward_end, self._transport.itemsize)
+        times = self.last.times
+        self._schedule.tune(self._timeline.gradients, times.backward_end, times.end, self._transport.itemsize)
         self.wire.reset_counters()
         self._unsynced.clear()
         self._averaged, self._veto = True, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,20 @@ from torch import Tensor
 
 from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segments
-from lightning_dp.reduction.config import AUTO, AUTO_START_MB, MIB, ReducerConfig
-from lightning_dp.reduction.tuning import Forecast, PlanTuner
+from lightning_dp.reduction.config import FIXED_CAP_MB, MIB, SMALL_CAP_MB, ReducerConfig
+from lightning_dp.reduction.trial import Trial
+from lightning_dp.reduction.tuning import Forecast, PlanTuner, segments_of
 from lightning_dp.reduction.wire import Wire
+
+log = logging.getLogger(__name__)
 
 
 class Schedule:
     """In which order gradients are sent, and in which buckets; the same on all ranks.
 
     It starts from reverse registration, or from what a checkpoint knows of the same parameters. The first backward
-    teaches the order in which gradients become ready, and how often; with ``bucket_cap_mb="auto"`` more teach when.
+    teaches the order in which gradients become ready, and how often; with ``bucket_cap_mb="auto"`` more teach when,
+    which makes a plan, and a trial of it and of two plans by caps decides.
 
     Args:
         named: The parameters.
@@ -30,7 +35,7 @@ class Schedule:
 
     Attributes:
         expected: How often each parameter fires in a backward; ``None`` until that is known.
-        forecast: What a plan made by measurement is predicted to do.
+        forecast: What a plan made by measurement is predicted to do, and what it did in the trial.
     """
 
     def __init__(
@@ -45,7 +50,9 @@ class Schedule:
         self._parameters = [parameter for _, parameter in named]
         self._wire, self._config = wire, config
         self._arrivals: Arrivals | None = None
-        self._tuner = PlanTuner(wire, device) if config.bucket_cap_mb == AUTO else None
+        self._measured = config.plans_by_measurement and wire.world_size > 1
+        self._tuner = PlanTuner(wire, device) if self._measured else None
+        self._trial: Trial | None = None
         self.expected: list[int] | None = None
         self.forecast: Forecast | None = None
         self._next_order = list(range(len(named)))[::-1]
@@ -53,14 +60,19 @@ class Schedule:
         self._recall(learnt)
 
     def _recall(self, learnt: Mapping[str, Any]) -> None:
-        order, segments = learnt.get("order"), learnt.get("segments")
+        order = learnt.get("order")
         at = {name: index for index, name in enumerate(self._names)}
         if order is None or set(order) != set(at):
             return
         self._next_order = [at[name] for name in order]
         self.expected = [learnt["fires"][name] for name in self._names]
-        if segments is not None and self._tuner is not None:
-            self._next_segments, self._tuner = tuple(segments), None
+        if self._measured and learnt.get("world_size") == self._wire.world_size:
+            self._next_segments, self._tuner = tuple(learnt["segments"]), None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the plan in force stays, as far as is known; the same on all ranks."""
+        return self.expected is not None and not self.measures and not self.has_changed
 
     @property
     def has_changed(self) -> bool:
@@ -69,14 +81,16 @@ class Schedule:
 
     def adopt(self) -> BucketPlan:
         """Puts the next plan in force."""
-        config = self._config
         self._order, self._segments = self._next_order, self._next_segments
         if self._segments is not None:
             self._plan = plan_segments(self._parameters, self._order, self._segments)
         else:
-            cap = config.bucket_cap_mb if not isinstance(config.bucket_cap_mb, str) else AUTO_START_MB
-            self._plan = plan_buckets(self._parameters, self._order, cap * MIB, config.first_bucket_cap_mb * MIB)
+            self._plan = self._by_caps(self._config.cap_mb)
         return self._plan
+
+    def _by_caps(self, cap_mb: float) -> BucketPlan:
+        first = self._config.first_bucket_cap_mb
+        return plan_buckets(self._parameters, self._order, cap_mb * MIB, first * MIB)
 
     def watch(self) -> None:
         """A backward begins."""
@@ -106,27 +120,51 @@ class Schedule:
     @property
     def measures(self) -> bool:
         """Whether it is to be told when gradients are ready."""
-        return self._tuner is not None
+        return self._tuner is not None or self._trial is not None
 
     def tune(
-        self, ready: Callable[[], Mapping[int, float]], backward_end: float, itemsize: Callable[[torch.dtype], int]
+        self,
+        ready: Callable[[], Mapping[int, float]],
+        backward_end: float,
+        end: float,
+        itemsize: Callable[[torch.dtype], int],
     ) -> None:
-        """After a reduction: lets the tuner see it, if it ran in the final order; adopts the tuner's plan, if any.
+        """After a reduction: learns from it, if it ran in the final order, and decides which plan comes next.
 
         Args:
             ready: Gives when each gradient was ready, in seconds after the start of backward.
             backward_end: When backward ended.
+            end: When the reduction ended.
             itemsize: Gives the bytes of an element on the wire.
         """
-        if self._tuner is None or self.expected is None or self.has_changed:
+        if self.expected is None or self.has_changed or not self.measures:
             return
-        if not self._tuner.observe(ready(), backward_end):
-            return
-        nbytes = [p.numel() * itemsize(p.dtype) for p in self._parameters]
-        self.forecast = self._tuner.forecast(self._plan, self._order, nbytes, self._config.overlap)
-        if self.forecast is not None:
-            self._next_segments = self.forecast.segments
-            self._tuner = None
+        seen = ready()
+        if self._trial is not None:
+            self._go_on_trying(end if seen else None)
+        elif self._tuner is not None and self._tuner.observe(seen, backward_end):
+            nbytes = [p.numel() * itemsize(p.dtype) for p in self._parameters]
+            overlap = self._config.overlap and not self._config.drop_nonfinite
+            simple = {f"{cap:g} MiB": self._cut(cap) for cap in (SMALL_CAP_MB, FIXED_CAP_MB)}
+            self.forecast = self._tuner.forecast(simple, self._order, nbytes, overlap)
+            if self.forecast is not None:
+                self._tuner = None
+                self._trial = Trial(self._wire, [candidate.segments for candidate in self.forecast.candidates])
+                self._next_segments = self._trial.segments
+
+    def _cut(self, cap: float) -> tuple[int, ...]:
+        """The plan by caps, in segments."""
+        return segments_of(self._by_caps(cap), self._order)
+
+    def _go_on_trying(self, end: float | None) -> None:
+        assert self._trial is not None and self.forecast is not None
+        if self._trial.observe(end):
+            self.forecast = self.forecast.with_trial(self._trial.agree())
+            self._next_segments, self._trial = self.forecast.best.segments, None
+            if self._wire.rank == 0:
+                log.info(self.forecast.describe())
+        else:
+            self._next_segments = self._trial.segments
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to send the same sums in the same order: plain numbers and strings."""
@@ -135,6 +173,7 @@ class Schedule:
             "order": [self._names[index] for index in self._next_order] if known else None,
             "fires": dict(zip(self._names, self.expected, strict=True)) if self.expected is not None else None,
         }
-        if self._next_segments is not None:
-            state["segments"] = list(self._next_segments)
+        if self._measured and not self.measures:
+            state["segments"] = list(self._next_segments or ())
+            state["world_size"] = self._wire.world_size
         return state

@@ -5,43 +5,76 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_dp.reduction.buckets import BucketPlan
-from lightning_dp.reduction.planner import Link, best_segments, predict_finish
+from lightning_dp.reduction.planner import Link, predict_finish, sturdy_segments
 from lightning_dp.reduction.wire import Wire
 
 KIB = 1024
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What the planner expects of the plan it has chosen; the same on all ranks.
+class Candidate:
+    """A bucket plan that may stay.
 
     Attributes:
+        name: For messages.
         segments: How many gradients each bucket holds, in order.
-        finish: Seconds after the start of backward at which the last bucket is complete.
-        backward_end: When backward ended, as measured.
-        capped_finish: ``finish`` of the plan that was in force before, for comparison.
+        predicted: Seconds after the start of backward at which the last bucket is complete, as the planner sees it.
+        measured: The same in a trial, median; ``None`` before it, or if it met no data.
+    """
+
+    name: str
+    segments: tuple[int, ...]
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the planner expects of its plan and of simpler ones, and what came of it; the same on all ranks.
+
+    Attributes:
+        candidates: The planner's own first; none twice.
+        backward_end: When backward ended, in seconds after its start, as measured.
         link: The link, as measured.
     """
 
-    segments: tuple[int, ...]
-    finish: float
+    candidates: tuple[Candidate, ...]
     backward_end: float
-    capped_finish: float
     link: Link
 
     @property
+    def best(self) -> Candidate:
+        """The candidate that ended first in the trial, of equal ones the first; before that the planner's own."""
+        measured = [candidate for candidate in self.candidates if candidate.measured is not None]
+        return min(measured, key=lambda candidate: candidate.measured or 0.0) if measured else self.candidates[0]
+
+    @property
     def exposed(self) -> float:
-        """Seconds of communication that are expected after backward."""
-        return max(0.0, self.finish - self.backward_end)
+        """Seconds of communication that are predicted to come after backward, with the best candidate."""
+        return max(0.0, self.best.predicted - self.backward_end)
+
+    def with_trial(self, ends: Sequence[float | None]) -> Forecast:
+        """With what :class:`lightning_dp.reduction.trial.Trial` has measured."""
+        pairs = zip(self.candidates, ends, strict=True)
+        return replace(self, candidates=tuple(replace(candidate, measured=end) for candidate, end in pairs))
+
+    def describe(self) -> str:
+        """In one line."""
+        best = self.best
+        tried = "; ".join(f"{c.name}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
+        return (
+            f"bucket plan '{best.name}' stays, with {len(best.segments)} buckets; time from the start of backward until"
+            f" all were reduced: {tried}; backward took {_ms(self.backward_end)}"
+        )
 
 
 class PlanTuner:
-    """Watches some backwards, measures the link, and finds the plan with the earliest predicted finish.
+    """Watches some backwards, measures the link, and makes a plan.
 
     Args:
         wire: The ranks that agree.
@@ -73,11 +106,13 @@ class PlanTuner:
             self._ends.append(backward_end)
         return self._reductions >= self.BACKWARDS
 
-    def forecast(self, plan: BucketPlan, order: Sequence[int], nbytes: Sequence[int], overlap: bool) -> Forecast | None:
-        """Agrees with all ranks on a plan; a few messages, once.
+    def forecast(
+        self, simple: Mapping[str, tuple[int, ...]], order: Sequence[int], nbytes: Sequence[int], overlap: bool
+    ) -> Forecast | None:
+        """Makes a plan, the same on all ranks; a few messages, once.
 
         Args:
-            plan: The plan in force; the new one is not predicted to finish later.
+            simple: Segments of plans that may do as well, by name.
             order: The order in which gradients are sent.
             nbytes: Size of each parameter's gradient.
             overlap: Whether buckets leave during backward.
@@ -99,15 +134,16 @@ class PlanTuner:
         ready = [max(times) for times in zip(*(theirs[0] for theirs in everyone), strict=True)]
         link = measure_link(self._wire, self._device)
         sizes = [nbytes[index] for index in order]
-        capped = predict_finish(_segments_of(plan, order), ready, sizes, link)
-        best = best_segments(ready, sizes, link)
-        finish = predict_finish(best, ready, sizes, link)
-        if finish > capped:
-            best, finish = _segments_of(plan, order), capped
-        return Forecast(best, finish, max(theirs[1] for theirs in everyone), capped, link)
+        plans: dict[tuple[int, ...], str] = {}
+        for name, segments in {"planned": sturdy_segments(ready, sizes, link), **simple}.items():
+            plans.setdefault(segments, name)
+        candidates = tuple(
+            Candidate(name, segments, predict_finish(segments, ready, sizes, link)) for segments, name in plans.items()
+        )
+        return Forecast(candidates, max(theirs[1] for theirs in everyone), link)
 
 
-def _segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
+def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
     """Where the plan cuts the order: behind the last gradient of each bucket."""
     position = {index: at for at, index in enumerate(order)}
     ends = [max(position[index] for index in layout.indices) + 1 for layout in plan.buckets]
@@ -144,6 +180,10 @@ def _burst_seconds(wire: Wire, device: torch.device, nbytes: int, messages: int,
         _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return max(wire.gather(statistics.median(seconds[1:])))
+
+
+def _ms(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def _synchronize(device: torch.device) -> None:
