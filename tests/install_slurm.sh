@@ -1,9 +1,14 @@
 #!/bin/sh
 # Installs what tests/slurm_cluster.py starts, where that can be done; elsewhere those tests are skipped.
 set -eu
-if command -v slurmctld slurmd srun sbatch munged >/dev/null; then exit 0; fi
+missing=
+# One by one: of several names dash looks at the first alone.
+for program in munged slurmctld slurmd srun sbatch scontrol; do
+    command -v "$program" >/dev/null || missing="$missing $program"
+done
+if [ -z "$missing" ]; then exit 0; fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "no SLURM: installing it needs root and apt-get" >&2
+    echo "no SLURM, as$missing cannot be installed: that needs root and apt-get" >&2
     exit 0
 fi
 export DEBIAN_FRONTEND=noninteractive

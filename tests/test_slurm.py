@@ -58,6 +58,17 @@ def table(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in lines}
 
 
+def test_the_set_up_looks_for_each_program(tmp_path: Path) -> None:
+    """Without root it installs nothing, and says what is missing."""
+    for name in ("munged", "slurmctld", "srun", "sbatch", "scontrol", "id"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 1000\n")
+        (tmp_path / name).chmod(0o755)
+    set_up = ["env", f"PATH={tmp_path}", "/bin/sh", ROOT / "tests/install_slurm.sh"]
+    finished = run_program(set_up, tmp_path, 10)
+    assert finished.code == 0
+    assert "no SLURM, as slurmd cannot be installed" in finished.output
+
+
 def test_a_training_of_two_nodes_with_two_ranks_each(slurm: SlurmCluster, tmp_path: Path) -> None:
     name = "digits $(touch broken) `x` \"q\" 'p' é"
     job = submit(slurm, tmp_path, *SHAPE, *QUICK, "launcher.job_name='" + name.replace("'", "\\'") + "'")
