@@ -6,18 +6,19 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_dp.after_batch import AfterBatch, more_follows
 from lightning_dp.cluster.requeue import Requeued, requeue
 from lightning_dp.errors import ConfigurationError
 from lightning_dp.stop_signals import StopSignals
 from lightning_dp.strategy import BucketedDDPStrategy
 
 FILE = "stopped.ckpt"
+MOST_PASSED = 2  # steps that are not stopped at, as more than the next step follows: a validation, the epoch's end
 
 
 class StoppedBySignal(SystemExit):
@@ -37,6 +38,10 @@ class SafeRequeue(Callback):
 
     Let SLURM signal every task in time: ``#SBATCH --signal=USR1@120``. A job that was cancelled is not requeued.
 
+    A step that a validation or the end of an epoch follows is not stopped at, as these would be left out when the run
+    goes on: the next one is, or the run is complete. Where each step is such a one, the third is stopped at all the
+    same, without its validation.
+
     Args:
         folder: Where the checkpoint is written; the same each time that the run is started, and seen by all ranks.
         signals: Names of the signals that stop the run. SIGUSR1 is Lightning's by custom, SIGUSR2 submitit's, and
@@ -53,7 +58,9 @@ class SafeRequeue(Callback):
         self._file = Path(folder).absolute() / FILE
         self._signals = StopSignals(signals)
         self._requeue = requeue
+        self._after_batch = AfterBatch(self._stop_if_agreed)
         self._step = 0
+        self._passed = 0
 
     @property
     def checkpoint(self) -> str | None:
@@ -64,6 +71,7 @@ class SafeRequeue(Callback):
         """Takes the signals over."""
         if stage == "fit":
             self._signals.install(trainer)
+            self._after_batch.install(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes sure that all ranks go on from the checkpoint, or none.
@@ -81,26 +89,12 @@ class SafeRequeue(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes where the run starts."""
-        self._step = trainer.global_step
+        self._step, self._passed = trainer.global_step, 0
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Lets a wish to stop ride on the ballot that this backward ends with, where the strategy has one."""
         if self._signals.received is not None and isinstance(trainer.strategy, BucketedDDPStrategy):
             trainer.strategy.request_stop()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Stops, if the ranks agreed to.
-
-        Raises:
-            StoppedBySignal: On all ranks.
-        """
-        if trainer.global_step == self._step:
-            return  # within an accumulation window
-        self._step = trainer.global_step
-        if self._agreed(trainer):
-            self._stop(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the checkpoint: the run is complete."""
@@ -111,10 +105,29 @@ class SafeRequeue(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Gives the signals back."""
         self._signals.remove()
+        self._after_batch.remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives the signals back."""
         self._signals.remove()
+        self._after_batch.remove()
+
+    def _stop_if_agreed(self, trainer: Trainer) -> None:
+        """Stops all ranks, once a batch that ended with an optimizer step is through.
+
+        Raises:
+            StoppedBySignal: On all ranks.
+        """
+        if trainer.global_step == self._step:
+            return  # within an accumulation window
+        self._step = trainer.global_step
+        if not self._agreed(trainer):
+            return
+        # Decided together, as validations may go by a rank's own clock.
+        if self._passed < MOST_PASSED and trainer.strategy.reduce_boolean_decision(more_follows(trainer), all=False):
+            self._passed += 1
+            return
+        self._stop(trainer)
 
     def _agreed(self, trainer: Trainer) -> bool:
         if isinstance(trainer.strategy, BucketedDDPStrategy):

@@ -187,6 +187,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._watch: Watch | None = None
         self._steps_pending = False  # gradients are final and no optimizer has stepped on them
         self._stop: tuple[int, ...] = ()
+        self._has_metrics = False  # of the part of the epoch before a run was resumed
         self._count = 1
         self._batch_idx = 0
 
@@ -471,6 +472,11 @@ class BucketedDDPStrategy(DDPStrategy):
         """Before the very first micro-batch of a run all ranks agree on what a micro-batch usually counts."""
         super().on_train_batch_start(batch, batch_idx)
         self._batch_idx = batch_idx
+        if self._has_metrics:
+            # Lightning leaves schedulers that go by metrics as they are at the end of a resumed epoch, as it does not
+            # save metrics (fit_loop.py:488). Here they are there.
+            assert self.lightning_module is not None
+            self.lightning_module.trainer.fit_loop._restarting = self._has_metrics = False
         if self._loaders is not None:
             self._loaders.follow_lengths()
         if self._watch is not None:
@@ -649,6 +655,7 @@ class BucketedDDPStrategy(DDPStrategy):
                 "reducer": reducer_state,
                 "loaders": self._loaders.state(alone) if self._loaders is not None else [],
                 "watch": self._watch.state_dict() if self._watch is not None else None,
+                "metrics": _metrics(module),
                 "window": self._reducer.window_state() if self._reducer is not None and not alone else None,
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -663,6 +670,10 @@ class BucketedDDPStrategy(DDPStrategy):
         self._reducer.load_state_dict(state["reducer"])
         if self._watch is not None and state.get("watch") is not None:
             self._watch.load_state_dict(state["watch"])
+        if state.get("metrics") is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.trainer.callback_metrics.update(state["metrics"])
+            self._has_metrics = True
         if state.get("window") is not None:
             self._reducer.resume_window(state["window"])
         if self._loaders is not None:
@@ -689,6 +700,12 @@ class BucketedDDPStrategy(DDPStrategy):
     def _where(self, rank: bool = True) -> str:
         step = f"step {self._progress.attempted}, batch {self._batch_idx}"
         return f"rank {self.global_rank}, {step}" if rank else step
+
+
+def _metrics(module: LightningModule | None) -> dict[str, Tensor]:
+    """What was logged, as callbacks and schedulers see it; a loop may be through with computing it, or not."""
+    known = module.trainer._logger_connector._callback_metrics if module is not None else {}
+    return {name: value.detach().cpu() for name, value in known.items()}
 
 
 BucketedDDPStrategy.register_strategies(StrategyRegistry)

@@ -26,6 +26,7 @@ ROWS = [
         "hydra_job",
         "launch",
         "arrival",
+        "after_batch",
         "stop_signals",
     ],
     ["", "strategy", "fabric", "monitor", "callbacks", "config", "demo"],  # "" is the package itself

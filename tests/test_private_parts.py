@@ -142,6 +142,14 @@ def test_the_signal_connector_asks_itself_for_its_handler_and_keeps_the_original
     assert "self._original_handlers = self._get_current_signal_handlers()" in source
 
 
+def test_a_training_batch_is_through_when_the_logger_connector_is_told_so() -> None:
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    marks = ["self.update_lr_schedulers(", 'module_hook(trainer, "on_train_batch_end"']
+    marks += ["_logger_connector.on_batch_end()", "self.batch_progress.increment_completed()"]
+    positions = [source.index(mark) for mark in marks]
+    assert positions == sorted(positions)
+
+
 def test_hydras_configuration_knows_the_one_that_it_is_a_part_of() -> None:
     assert "self.cfg.hydra._set_parent(cfg)" in inspect.getsource(HydraConfig.set_config)
     assert "experimental_rerun" in inspect.getsource(hydra.main)

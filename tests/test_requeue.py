@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning_runs import Module, flat, loader, trainer_of
+from lightning_runs import Module, flat, loader, loss_of, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_resume import DrawsRandomNumbers, make_loader
 
@@ -133,6 +134,70 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(
     assert not torch.equal(stopped[0]["weights"], whole["weights"])
     # The run is complete: a later start in the folder begins anew.
     assert [found["next"] for found in resumed] == [None, None]
+
+
+class Averaging(Signalled):
+    """Keeps a running mean of its weights in the last hook of a step, and learns by the loss of each validation."""
+
+    def __init__(self, signals: Signals) -> None:
+        super().__init__(signals)
+        self.register_buffer("mean", flat(self.net).clone())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.mean.lerp_(flat(self.net), 0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", loss_of(self.net, batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        # No loss is low enough: each epoch halves the learning rate.
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=1e9, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
+
+
+def fit_and_validate(rank: int, folder: str, signals: Signals, every: float) -> dict:
+    torch.manual_seed(3)
+    module, stop = Averaging(signals), SafeRequeue(folder, requeue=False)
+    settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": every}
+    trainer = trainer_of("bucketed_ddp", 2, callbacks=[stop], use_distributed_sampler=True, **settings)
+    stopped = False
+    try:
+        trainer.fit(module, make_loader("dealt out", rank, ()), loader([[2, 2]], rank), ckpt_path=stop.checkpoint)
+    except StoppedBySignal:
+        stopped = True
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return {"weights": flat(module), "mean": module.mean, "rate": rate, "step": trainer.global_step, "stopped": stopped}
+
+
+@pytest.mark.parametrize("every", [1.0, 4])
+def test_nothing_that_belongs_to_the_last_step_is_left_out(pool: RankPool, every: float, tmp_path: Path) -> None:
+    """Hooks that run after this callback's, validations, and what learns by them."""
+    [whole, _] = pool.run(2, fit_and_validate, str(tmp_path / "whole"), {}, every, timeout=100)
+    assert (whole["step"], whole["rate"]) == (9, 0.5 / 8)
+    # Six batches, three steps an epoch: signals in each step of the first one, and in the last of all.
+    for batch in (0, 2, 4, 17):
+        folder = str(tmp_path / str(batch))
+        stopped = pool.run(2, fit_and_validate, folder, {(1, batch): [USR1]}, every, timeout=100)
+        assert stopped[0]["step"] == stopped[1]["step"]
+        assert [found["stopped"] for found in stopped] == [batch < 17] * 2
+        resumed = pool.run(2, fit_and_validate, folder, {}, every, timeout=100) if batch < 17 else stopped
+        for name in ("weights", "mean"):
+            assert all(torch.equal(found[name], whole[name]) for found in resumed), (batch, name)
+        assert [(found["step"], found["rate"]) for found in resumed] == [(9, whole["rate"])] * 2, batch
+
+
+def fit_with_a_validation_after_each_step(rank: int, folder: str) -> int:
+    stop = SafeRequeue(folder, requeue=False)
+    trainer = trainer_of("bucketed_ddp", 2, callbacks=[stop], max_epochs=1, val_check_interval=1)
+    with contextlib.suppress(StoppedBySignal):
+        trainer.fit(Averaging({(1, 1): [USR1]}), loader([[2, 2]] * 9, rank), loader([[2, 2]], rank))
+    return trainer.global_step
+
+
+def test_a_run_with_a_validation_after_each_step_stops_too(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, fit_with_a_validation_after_each_step, str(tmp_path), timeout=100) == [4, 4]
 
 
 def test_without_a_cluster_the_program_ends_as_by_the_signal(pool: RankPool, tmp_path: Path) -> None:
