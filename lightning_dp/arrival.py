@@ -13,12 +13,13 @@ from lightning_dp.health.preflight import Meeting, Place, preflight, versions
 from lightning_dp.hydra_job import configuration_fingerprint
 
 
-def meet(environment: ClusterEnvironment, limit: float) -> Meeting | None:
+def meet(environment: ClusterEnvironment, limit: float, on_gpu: bool) -> Meeting | None:
     """Waits until all ranks are there, alike and within reach; under SLURM, settles on a free port of rank 0's host.
 
     Args:
         environment: Lightning's view of the ranks; it knows this process's.
         limit: Seconds that rank 0 waits for the last rank.
+        on_gpu: Whether NCCL will be used, so that the network interface that it is told of matters.
 
     Returns:
         What was found; ``None`` for a single rank, and if the process group is there already.
@@ -29,7 +30,8 @@ def meet(environment: ClusterEnvironment, limit: float) -> Meeting | None:
     if environment.world_size() == 1 or dist.is_initialized():
         return None
     facts = versions() | {"configuration": configuration_fingerprint() or "none of Hydra's"}
-    meeting = preflight(_place(environment), limit, facts)
+    variables = {name: value for name, value in os.environ.items() if on_gpu or name != "NCCL_SOCKET_IFNAME"}
+    meeting = preflight(_place(environment), limit, facts, variables)
     if isinstance(environment, SLURMEnvironment):
         # Its own port follows from the job's number, so that another job on the host may have the same one.
         os.environ["MASTER_PORT"] = str(meeting.port)
@@ -39,7 +41,8 @@ def meet(environment: ClusterEnvironment, limit: float) -> Meeting | None:
 def _place(environment: ClusterEnvironment) -> Place:
     address, port = environment.main_address, environment.main_port
     if is_torchrun(os.environ):
-        parts = [os.environ["TORCHELASTIC_RUN_ID"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), address, port]
+        # Not by the count of restarts: of those that another torchrun begins, each torchrun counts its own alone.
+        parts = [os.environ["TORCHELASTIC_RUN_ID"], address, port]
     elif isinstance(environment, SLURMEnvironment):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         parts = [os.environ.get(name, "0") for name in names]

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from lightning_dp.cluster.start import refuse_wrong_start
+from lightning_dp.cluster.figures import Figure, require_agreement
+from lightning_dp.cluster.start import is_torchrun, refuse_wrong_start
 from lightning_dp.hydra_job import job_name, save_job
 
 # Set for the ranks that were started, and looked at by Lightning to tell whether there are any.
@@ -37,7 +39,7 @@ class ProgramLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Refuses a wrong start, then starts the other local ranks, if nobody else did, and calls ``function``."""
-        refuse_wrong_start(os.environ, self.num_processes, self.num_nodes)
+        _refuse(self.cluster_environment, self.num_processes, self.num_nodes)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
@@ -56,6 +58,30 @@ class ProgramLauncher(_SubprocessScriptLauncher):
             rank = environment.node_rank() * self.num_processes + local_rank
             command, folder = _command(rank)
             self.procs.append(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(local_rank)}, cwd=folder))
+
+
+def refuse_other_world(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
+    """Refuses to train with another number of ranks than the trainer wants, whatever started them.
+
+    Args:
+        environment: Lightning's view of the ranks.
+        devices: Ranks that the trainer wants on each node.
+        nodes: Nodes that the trainer wants.
+
+    Raises:
+        ConfigurationError: With what is wanted and what was found.
+    """
+    _refuse(environment, devices, nodes)  # not yet done where ranks are spawned
+    wanted_by, found_in = "trainer.devices x trainer.num_nodes", type(environment).__name__
+    figure = Figure("ranks", devices * nodes, wanted_by, environment.world_size(), found_in)
+    require_agreement([figure], "start as many ranks as the trainer wants")
+
+
+def _refuse(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
+    """Refuses a wrong start, unless the user passed an environment to the Trainer where it would have taken SLURM's."""
+    slurm = SLURMEnvironment.detect() and not is_torchrun(os.environ)
+    if not slurm or isinstance(environment, SLURMEnvironment):
+        refuse_wrong_start(os.environ, devices, nodes)
 
 
 def leave_earlier_job() -> None:

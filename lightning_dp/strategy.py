@@ -32,7 +32,7 @@ from lightning_dp.errors import (
 )
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
-from lightning_dp.launch import ProgramLauncher
+from lightning_dp.launch import ProgramLauncher, refuse_other_world
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.ballot import Flag
@@ -404,12 +404,15 @@ class BucketedDDPStrategy(DDPStrategy):
         """Meets the other ranks; makes the process group and, beside one for GPUs, one for small messages of hosts.
 
         Raises:
+            ConfigurationError: If what started the ranks started another number of them.
             PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
         """
         self.set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        refuse_other_world(environment, self.num_processes, self.num_nodes)
         if self._settings.preflight is not None:
-            assert self.cluster_environment is not None
-            meet(self.cluster_environment, self._settings.preflight)
+            meet(environment, self._settings.preflight, on_gpu=self.root_device.type == "cuda")
         super().setup_distributed()
         on_host = not dist.is_initialized() or self._process_group_backend == "gloo"
         self._control = Wire(None if on_host else dist.new_group(backend="gloo", timeout=self._timeout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -16,8 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from slurm_cluster import free_port
 
+from lightning_dp import arrival
+from lightning_dp.cli import preflight as program
 from lightning_dp.errors import PreflightError
 from lightning_dp.health import network
 from lightning_dp.health import preflight as module
@@ -118,6 +122,47 @@ def test_a_port_that_is_taken_is_left_alone(place: Place) -> None:
     assert seconds < 5
 
 
+def test_ranks_that_are_kept_waiting_by_strangers_call_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.4)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        first = pool.submit(meet, ranks(place, 0))
+        deadline = time.monotonic() + 5
+        for _ in range(3):  # each is heard out for as long as a rank waits for an answer
+            while time.monotonic() < deadline:
+                with contextlib.suppress(ConnectionRefusedError):
+                    stack.enter_context(socket.create_connection((HERE, place.port + 1)))
+                    break
+        others, seconds = meet(ranks(place, 1, 2))
+        found = [*first.result()[0], *others]
+    assert all(isinstance(meeting, Meeting) for meeting in found), found
+    assert seconds < 5
+
+
+def test_ranks_of_torchruns_that_count_restarts_unequally_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchrun whose ranks end since those of another one failed counts no restart."""
+    variables = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    runs = []
+    for rank, restarts in ((0, 0), (1, 1)):
+        for name, value in {**variables, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
+            monkeypatch.setenv(name, value)
+        runs.append(arrival._place(TorchElasticEnvironment()).run)
+    assert runs[0] == runs[1]
+
+
+def test_nccls_interface_matters_where_nccl_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"NCCL_SOCKET_IFNAME": "ib9", "MASTER_ADDR": HERE, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    with pytest.raises(PreflightError, match="NCCL_SOCKET_IFNAME=ib9 is no network interface here"):
+        arrival.meet(environment, 0.2, on_gpu=True)
+    with pytest.raises(PreflightError, match="1 of 2 ranks did not arrive"):
+        arrival.meet(environment, 0.2, on_gpu=False)
+
+
 # ---------------------------------------------------------------------------------------------- wrong starts
 
 
@@ -185,6 +230,22 @@ def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> 
     asked.set()
 
 
+SLOW_NAMES = """
+import socket, time
+from lightning_dp.health import network
+socket.getaddrinfo = lambda *_, **__: time.sleep(60)
+try:
+    network.resolve("slow", limit=0.2)
+except network.AddressError as error:
+    print(error)
+"""
+
+
+def test_a_program_does_not_wait_for_a_name_server_at_its_end() -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW_NAMES], capture_output=True, text=True, timeout=40)
+    assert done.stdout.startswith("MASTER_ADDR 'slow' has no address here (no answer")
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -205,10 +266,18 @@ def test_network_interfaces(variables: Mapping[str, str], message: str | None) -
     assert str(raised.value).startswith(message)
 
 
-def test_a_host_name_with_an_address_of_another_host(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "own_address", lambda environment: "192.0.2.1")
-    message = refused(replace(place, world_size=1))
-    assert "has the address 192.0.2.1, which is none of this host's" in message
+@pytest.mark.parametrize("answer", [lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("192.0.2.1", 0))], None])
+def test_a_host_name_with_no_address_or_one_of_another_host(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo goes on with the loopback address then, which is right for local ranks; others cannot be called on."""
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    real = socket.getaddrinfo
+    ask = answer or unknown
+    name = socket.gethostname()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: (ask if host == name else real)(host, *a, **k))
+    assert network.own_address({}) == HERE
 
 
 def test_a_neighbour_that_cannot_be_called_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +302,20 @@ def test_what_must_agree() -> None:
     assert compare(alike) == []
     assert len(compare([alike[0], replace(alike[1], facts={**versions(), "python": "2"})])) == 1
     assert len(compare([alike[0], replace(alike[1], facts={}, world_size=3)])) == 1 + len(versions())
+
+
+def test_the_command_takes_all_devices_of_a_cpu_for_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    variables |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "a"}
+    for name in ("TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["lightning-dp-preflight", "trainer.devices=auto"])
+    program.main()
+    assert capsys.readouterr().out.startswith("one rank alone")
 
 
 # ---------------------------------------------------------------------------------------------- other hosts

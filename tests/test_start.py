@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
+from lightning_dp import BucketedDDPStrategy
 from lightning_dp.cluster.start import expand_nodes, refuse_wrong_start, slurm_hosts
 from lightning_dp.errors import ConfigurationError
+from lightning_dp.launch import ProgramLauncher
 
 # As SLURM 22.05 sets them for `sbatch --nodes=2 --ntasks-per-node=2`: in the batch script, and in a task of srun.
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
@@ -23,6 +27,7 @@ AGENTS = {**TASK, **TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", 
 ALONE = {**BATCH, "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
 HALF = {**TASK, "SLURM_STEP_NUM_TASKS": "2"}  # a silently smaller world
 CROWD = {**AGENTS, "SLURM_STEP_NUM_TASKS": "4"}
+NODES = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2"}  # sbatch --nodes=2, and no more
 BASH = {**TASK, "SLURM_JOB_NAME": "bash"}
 
 
@@ -36,6 +41,7 @@ BASH = {**TASK, "SLURM_JOB_NAME": "bash"}
         pytest.param(ALONE, 1, 1, id="one task needs no srun"),
         pytest.param({**BATCH, "SLURM_JOB_NAME": "interactive"}, 2, 1, id="local ranks in an interactive job"),
         pytest.param({**BASH, "SLURM_PTY_PORT": "1"}, 2, 1, id="local ranks in srun --pty bash"),
+        pytest.param({**NODES, "NODE_RANK": "0"}, 2, 2, id="nodes started one by one"),
     ],
 )
 def test_right_starts_pass(environment: dict[str, str], devices: int, nodes: int) -> None:
@@ -51,6 +57,10 @@ def test_right_starts_pass(environment: dict[str, str], devices: int, nodes: int
         pytest.param(TASK, 2, 1, ["1 (trainer.num_nodes)", "2 (SLURM_STEP_NUM_NODES)"], id="more nodes"),
         pytest.param(HALF, 2, 2, ["4 (trainer.devices x trainer.num_nodes)", "2 (SLURM_STEP_NUM_TASKS)"], id="half"),
         pytest.param(ALONE, 2, 1, ["2 (trainer.devices)", "1 (SLURM_NTASKS_PER_NODE)"], id="one task for two devices"),
+        pytest.param(
+            {**BASH, "SLURM_PTY_PORT": "1"}, 2, 2, ["not started by srun", "srun --job-name=train"], id="pty, two nodes"
+        ),
+        pytest.param(NODES, 1, 2, ["trainer.num_nodes is 2", "not started by srun"], id="two nodes without tasks"),
         pytest.param(TORCHRUN, 4, 1, ["4 (trainer.devices)", "2 (LOCAL_WORLD_SIZE)", "--nproc"], id="torchrun"),
         pytest.param(CROWD, 2, 2, ["2 (torchrun --nnodes)", "4 (SLURM_STEP_NUM_TASKS)"], id="a torchrun per task"),
     ],
@@ -59,6 +69,34 @@ def test_wrong_starts_are_refused(environment: dict[str, str], devices: int, nod
     with pytest.raises(ConfigurationError) as raised:
         refuse_wrong_start(environment, devices, nodes)
     assert [word for word in words if word not in str(raised.value)] == []
+
+
+class Lonely(LightningEnvironment):
+    """Knows of no other rank, whatever it is told."""
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("preflight", [None, 1.0])
+def test_another_number_of_ranks_than_wanted_is_refused_whatever_started_them(preflight: float | None) -> None:
+    strategy = BucketedDDPStrategy(preflight=preflight, cluster_environment=Lonely())
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    with pytest.raises(ConfigurationError, match=r"2 \(trainer.devices x trainer.num_nodes\)  1 \(Lonely\)"):
+        strategy.setup_distributed()
+
+
+def test_an_environment_of_the_users_choice_is_not_measured_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``srun`` of four runs of their own, each with two local ranks."""
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    outside = LightningEnvironment()
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the other local rank is there
+    assert ProgramLauncher(outside, 2, 1).launch(lambda: "launched") == "launched"
+    with pytest.raises(ConfigurationError, match="SLURM_STEP_NUM_TASKS"):
+        ProgramLauncher(SLURMEnvironment(), 2, 1).launch(lambda: "launched")
 
 
 @pytest.mark.parametrize(

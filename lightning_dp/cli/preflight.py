@@ -40,14 +40,14 @@ def check(cfg: DictConfig) -> None:
         ConfigurationError: If the ranks were not started as the trainer wants them.
         PreflightError: If ranks are missing, differ or cannot be reached.
     """
-    devices = device_count(cfg.trainer.devices) or torch.cuda.device_count()
+    gpu = cfg.trainer.accelerator in ("gpu", "cuda")
+    devices = device_count(cfg.trainer.devices) or (torch.cuda.device_count() if gpu else 1)
     refuse_wrong_start(os.environ, devices, int(cfg.trainer.num_nodes))
     environment = _environment()
-    meeting = meet(environment, cfg.limit)
+    meeting = meet(environment, cfg.limit, on_gpu=gpu)
     if meeting is None:
         print("one rank alone: nothing to meet; start it with srun or torchrun, as the training")
         return
-    gpu = cfg.trainer.accelerator in ("gpu", "cuda")
     device = torch.device("cuda", environment.local_rank()) if gpu else torch.device("cpu")
     seconds = _all_reduce(environment, device, cfg.limit)
     if environment.global_rank() == 0:

@@ -104,3 +104,9 @@ def _refuse_slurm(environment: Environment, devices: int, nodes: int) -> None:
     if not interactive:
         hint = "ask SLURM for --nodes=trainer.num_nodes and --ntasks-per-node=trainer.devices, and start with srun"
         require_agreement(slurm_figures(environment, devices, nodes), hint)
+    if nodes > 1 and not is_slurm_task(environment) and "NODE_RANK" not in environment:
+        name = " --job-name=train" if interactive else ""
+        raise ConfigurationError(
+            f"trainer.num_nodes is {nodes}, but this process was not started by srun, so nobody starts ranks on the"
+            f" other nodes: put srun before the command, as in: srun{name} --ntasks-per-node={devices} python train.py"
+        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
 
 RESOLVE_LIMIT = 5.0  # seconds that a name server gets
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -22,16 +23,24 @@ def resolve(name: str, limit: float = RESOLVE_LIMIT) -> str:
     Raises:
         AddressError: If the name is not known here, or no name server answers within ``limit`` seconds.
     """
-    pool = ThreadPoolExecutor(1)
+    answers: Queue[Any] = Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            answers.put(error)
+
+    # A daemon, as a program does not wait for these at its end.
+    Thread(target=ask, daemon=True).start()
     try:
-        found = pool.submit(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM).result(limit)
-        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-    except FutureTimeoutError:
+        found = answers.get(timeout=limit)
+    except Empty:
         reason = f"no answer within {limit:g} s"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    finally:
-        pool.shutdown(wait=False)
+    else:
+        if not isinstance(found, Exception):
+            return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+        reason = getattr(found, "strerror", None) or str(found)
     raise AddressError(
         f"MASTER_ADDR {name!r} has no address here ({reason}): set it to a name or address of rank 0's host that all"
         " hosts know"
@@ -49,9 +58,11 @@ def own_address(environment: Mapping[str, str]) -> str:
     wanted = environment.get("GLOO_SOCKET_IFNAME", "")
     if not wanted:
         try:
-            return resolve(socket.gethostname())
-        except AddressError:
-            return "127.0.0.1"  # what gloo falls back to
+            address = resolve(socket.gethostname())
+            listen(address, 0).close()
+        except (AddressError, OSError):
+            return "127.0.0.1"  # what gloo falls back to if the host name has no address, or one of another host
+        return address
     addresses = [_interface_address("GLOO_SOCKET_IFNAME", name, known) for name in wanted.split(",")]
     return addresses[0]
 
@@ -83,21 +94,6 @@ def listen(address: str, port: int, backlog: int = 16) -> socket.socket:
     everywhere = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=max(1, backlog), dualstack_ipv6=everywhere)
-
-
-def open_door(address: str) -> socket.socket:
-    """A socket that listens on any port of an address that gloo would use.
-
-    Raises:
-        AddressError: If it is no address of this host, though its name has it.
-    """
-    try:
-        return listen(address, 0)
-    except OSError as error:
-        raise AddressError(
-            f"the host name {socket.gethostname()!r} has the address {address}, which is none of this host's"
-            f" ({error.strerror}): correct /etc/hosts or set GLOO_SOCKET_IFNAME"
-        ) from None
 
 
 def free_port() -> int:

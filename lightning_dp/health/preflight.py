@@ -20,13 +20,14 @@ from itertools import cycle
 from typing import Any
 
 from lightning_dp.errors import PreflightError
-from lightning_dp.health.network import AddressError, free_port, listen, open_door, own_address, resolve
+from lightning_dp.health.network import AddressError, free_port, listen, own_address, resolve
 from lightning_dp.health.talk import Talk, connect
 
 Reply = dict[str, Any]
 PACKAGES = ("torch", "lightning", "lightning-dp")
 PORTS = 16  # that rank 0 tries, behind the group's
 PATIENCE = 5.0  # seconds for an answer of a process that is there
+CALL = 5  # such times that all calls on neighbours get together; one takes at most four
 PAUSE = 0.05  # seconds before all ports are tried again
 MARGIN = 5.0  # seconds beyond rank 0's own limits for which others wait for what it says
 
@@ -125,7 +126,7 @@ def preflight(
     try:
         address = resolve(place.address)
         mine = own_address(environment)
-        door = open_door(mine)
+        door = listen(mine, 0)
     except AddressError as error:
         raise PreflightError(f"rank {place.rank} on {socket.gethostname()}: {error}") from None
     with ExitStack() as stack:
@@ -157,8 +158,9 @@ def _host(place: Place, address: str, card: Card, door: socket.socket, deadline:
         stack.callback(talk.close)
         hello = talk.receive(time.monotonic() + PATIENCE)
         waits = deadline - time.monotonic()
-        if hello is None or hello.get("run") != place.run or not talk.send({"run": place.run, "waits": waits}):
-            talk.close()  # of another run, or gone
+        ours = hello is not None and hello.get("run") == place.run and talk.send({"run": place.run, "waits": waits})
+        if not ours or talk.receive(time.monotonic() + PATIENCE) is None:
+            talk.close()  # of another run, or gone, to call again, as it was kept waiting
             continue
         guest = Card(**hello["card"])
         if guest.rank in cards:
@@ -171,9 +173,10 @@ def _host(place: Place, address: str, card: Card, door: socket.socket, deadline:
     if not problems:
         for talk in talks.values():
             talk.send({"cards": everybody})
+        answers_by = time.monotonic() + CALL * PATIENCE
         problems = [_call_on_neighbour(cards, place, door)]
         for rank, talk in talks.items():
-            answer = talk.receive(time.monotonic() + 3 * PATIENCE)
+            answer = talk.receive(answers_by)
             problems.append(answer["problem"] if answer else f"rank {rank} on {cards[rank].host} left")
         problems = [problem for problem in problems if problem]
     reply = {"problems": problems, "cards": everybody, "port": free_port()}
@@ -197,7 +200,7 @@ def _guest(place: Place, address: str, card: Card, door: socket.socket, deadline
     if reply is not None and "problems" not in reply:
         cards = {entry["rank"]: Card(**entry) for entry in reply["cards"]}
         talk.send({"problem": _call_on_neighbour(cards, place, door)})
-        reply = talk.receive(time.monotonic() + place.world_size * 3 * PATIENCE + MARGIN)
+        reply = talk.receive(time.monotonic() + CALL * PATIENCE + MARGIN)
     if reply is None:
         raise PreflightError(f"{me}: rank 0 at {place.address} left before all ranks were there; see its message")
     return reply
@@ -214,7 +217,7 @@ def _find_rank_zero(place: Place, address: str, card: Card, deadline: float) -> 
         if talk is not None:
             talk.send({"run": place.run, "card": asdict(card)})
             welcome = talk.receive(time.monotonic() + PATIENCE) or {}
-            if welcome.get("run") == place.run:
+            if welcome.get("run") == place.run and talk.send({"run": place.run}):
                 return talk, welcome["waits"], ""
             talk.close()
         time.sleep(PAUSE if port == ports[-1] else 0)
