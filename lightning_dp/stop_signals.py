@@ -39,7 +39,8 @@ class StopSignals:
             signal.signal(number, self._note)
         # Lightning calls this before whatever handler it finds for SIGTERM (signal_connector.py:58).
         self._connector = trainer._signal_connector
-        self._connector._sigterm_notifier_fn = self._note
+        if signal.SIGTERM in self._numbers:
+            self._connector._sigterm_notifier_fn = self._note
 
     def remove(self) -> None:
         """Gives the signals back to who had them."""

@@ -21,6 +21,7 @@ from lightning_dp import SafeRequeue
 from lightning_dp.callbacks import StoppedBySignal
 from lightning_dp.cluster.requeue import job_id, requeue
 from lightning_dp.errors import ConfigurationError
+from lightning_dp.stop_signals import StopSignals
 
 EPOCHS = 2
 # What each rank sends itself, by the number of the batch that it is in: (rank, batch) -> signals.
@@ -225,6 +226,16 @@ def test_submitits_handlers_are_taken_over_and_put_back(pool: RankPool, tmp_path
     first, second = pool.run(2, fit_under_submitit, str(tmp_path), {(0, 1): [name], (1, 2): [name]}, timeout=100)
     assert first == {"step": 1, "code": 128 + signal.Signals[name], "same": True}
     assert second == {"step": 1, "code": 0, "same": True}
+
+
+def test_a_signal_that_is_not_asked_for_stays_lightnings() -> None:
+    trainer = trainer_of("auto", 1)
+    for names, taken in ((["SIGUSR1"], False), (["SIGUSR1", "SIGTERM"], True)):
+        signals = StopSignals(names)
+        signals.install(trainer)
+        assert ("_sigterm_notifier_fn" in vars(trainer._signal_connector)) is taken
+        signals.remove()
+        assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
 
 
 def fit_with_stock_ddp(rank: int, folder: str) -> tuple[int, Any]:
