@@ -77,6 +77,18 @@ def test_gpus_and_a_command_of_the_users_own(program: Program) -> None:
     assert " python train.py " in script.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        (["launcher=multi_node", "trainer.devices=[0,1]"], "2"),
+        (["trainer.devices=4", "launcher.gpus_per_node=a100:4"], "a100:4"),
+        (["trainer.devices=1", "launcher.gpus_per_node=a100"], "a100"),
+    ],
+)
+def test_gpus_by_list_or_type(program: Program, overrides: list[str], gpus: str) -> None:
+    assert directives(program("dry_run=true", "trainer=gpu", *overrides))["gpus-per-node"] == gpus
+
+
 @pytest.mark.parametrize("file", [*(config_directory() / "launcher").glob("*.yaml")], ids=lambda file: file.stem)
 def test_every_launcher_has_a_comment_on_each_key_and_makes_a_script_or_a_command(file: Path, program: Program) -> None:
     lines = file.read_text().splitlines()
@@ -111,6 +123,9 @@ def test_a_users_folder_of_configurations_is_passed_on(program: Program, tmp_pat
         (["launcher.job_name='a\nb'"], ["line break"]),
         (["launcher.partitoin=x"], ["launcher.partitoin is no key of launcher", "partition"]),
         (["strategy.bucket_cap=1"], ["strategy.bucket_cap is no key of strategy"]),
+        (["trainer=gpu", "trainer.devices=4", "launcher.gpus_per_node=a100:2"], ["2 (launcher.gpus_per_node)"]),
+        (["launcher.scheduler=slrum"], ["launcher.scheduler=slrum is not known: use one of slurm, none"]),
+        (["launcher=laptop", "trainer.num_nodes=2"], ["2 (trainer.num_nodes)", "1 (this machine)"]),
         (["-m", "trainer.devices=1,2"], ["all tasks of a job array ask for the same"]),
     ],
 )
@@ -152,3 +167,15 @@ def test_on_a_laptop_the_training_runs_here(program: Program, tmp_path: Path) ->
     assert "mine 'model.note=a b'\n" in program(*own, "dry_run=true", "+model.note=a b").replace("+", "")
     program(*own, "+model.note=a b")
     assert (tmp_path / "told").read_text().splitlines() == ["b c", "+model.note=a b"]
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 3", 3), ("kill -TERM $$", 128 + 15)])
+def test_on_a_laptop_a_training_that_fails_ends_the_command_as_it_ended(
+    program: Program, tmp_path: Path, end: str, code: int
+) -> None:
+    (tmp_path / "mine").write_text(f"#!/bin/bash\necho x >>told\n{end}\n")
+    (tmp_path / "mine").chmod(0o755)
+    with pytest.raises(SystemExit) as exit_:
+        program("-m", "launcher=laptop", f"launcher.command=[{tmp_path}/mine]", "seed=1,2")
+    assert exit_.value.code == code
+    assert (tmp_path / "told").read_text() == "x\n"

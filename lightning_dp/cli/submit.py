@@ -30,7 +30,8 @@ OWN_KEYS = ("launcher", "dry_run")  # overrides of these are for the submission,
 COMMAND = ("-m", "lightning_dp.cli.train")
 # Options of sbatch that are keys of a launcher.
 OPTIONS = {"time": "time", "partition": "partition", "account": "account", "qos": "qos", "memory": "mem"}
-OPTIONS |= {"cpus_per_task": "cpus-per-task", "gpus_per_node": "gpus-per-node"}
+OPTIONS |= {"cpus_per_task": "cpus-per-task"}
+SCHEDULERS = ("slurm", "none")
 
 
 def batch_script(cfg: DictConfig, variants: Sequence[Sequence[str]]) -> BatchScript:
@@ -49,6 +50,8 @@ def batch_script(cfg: DictConfig, variants: Sequence[Sequence[str]]) -> BatchScr
     if launcher.signal_seconds:
         # To every task; with "B:" before it only the script's own shell would get it.
         options["signal"] = f"USR1@{launcher.signal_seconds}"
+    if launcher.gpus_per_node is not None:
+        options["gpus-per-node"] = _gpus(launcher.gpus_per_node)
     options |= {str(name): value for name, value in launcher.options.items()}
     srun = list(launcher.srun_arguments)
     if launcher.cpus_per_task is not None:
@@ -78,15 +81,29 @@ def _figures(cfg: DictConfig) -> tuple[int, int]:
         raise ConfigurationError(
             f"trainer.devices={trainer.devices} says no number of tasks to ask SLURM for; set trainer.devices=N"
         )
+    if launcher.scheduler not in SCHEDULERS:
+        raise ConfigurationError(f"launcher.scheduler={launcher.scheduler} is not known: use one of slurm, none")
+    nodes = (1, "this machine") if launcher.scheduler == "none" else (int(launcher.nodes), "launcher.nodes")
     figures = [
-        Figure("nodes", int(trainer.num_nodes), "trainer.num_nodes", int(launcher.nodes), "launcher.nodes"),
+        Figure("nodes", int(trainer.num_nodes), "trainer.num_nodes", *nodes),
         Figure("tasks per node", devices, "trainer.devices", tasks, "launcher.tasks_per_node"),
     ]
     if trainer.accelerator in ("gpu", "cuda"):
-        gpus = int(launcher.gpus_per_node or 0)
+        gpus = _count(_gpus(launcher.gpus_per_node))
         figures.append(Figure("GPUs per node", devices, "trainer.devices", gpus, "launcher.gpus_per_node"))
     require_agreement(figures, "set them alike")
     return int(launcher.nodes), tasks
+
+
+def _gpus(asked: Any) -> Any:
+    """GPUs of a node as sbatch takes them: their number, also that of a list; a type as in ``a100:4`` stands."""
+    count = device_count(asked)
+    return asked if count is None else count
+
+
+def _count(gpus: Any) -> int:
+    """How many ``4``, ``a100:4`` and ``a100`` are."""
+    return 0 if gpus is None else device_count(str(gpus).rpartition(":")[2]) or 1
 
 
 def _config_directories() -> list[str]:
@@ -149,9 +166,12 @@ def as_array(scripts: Sequence[BatchScript]) -> BatchScript:
 
 
 def _run_here(script: BatchScript) -> None:
-    """Runs each training in turn on this machine, where Lightning starts the ranks."""
+    """Runs each training in turn on this machine, where Lightning starts the ranks; the first that fails ends it."""
     for arguments in script.variants:
-        subprocess.run([*script.command, *arguments], env={**os.environ, **script.environment}, check=True)
+        done = subprocess.run([*script.command, *arguments], env={**os.environ, **script.environment})
+        if done.returncode != 0:
+            # It has said why. One that a signal ended counts as a shell counts it.
+            sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
 
 
 def main() -> None:
