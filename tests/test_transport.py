@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -43,7 +46,9 @@ def bounds(world_size: int, size: int, dtype: str, exact: bool) -> Tensor:
     u = rounding(dtype)
     parts = torch.stack([numbers(rank, size).double() for rank in range(world_size)])
     total, magnitude = parts.sum(0).abs(), parts.abs().sum(0)
-    tiny = 1e-7 * magnitude + 2.0**-24 * world_size  # float32 sums, and fp16's smallest number
+    tiny = 1e-7 * magnitude  # float32 sums
+    if dtype == "fp16":  # The largest part of a rank comes to at least 65504 / (4 ranks), and half of 2^-24 may be lost
+        tiny = tiny + (world_size + 1) * 2.0**-25 * 4 * world_size * parts.abs().max() / 65504
     if exact:
         return u * magnitude + u * (total + u * magnitude) + tiny
     return ((1 + u) ** world_size - 1) * magnitude + tiny
@@ -142,22 +147,131 @@ def test_training_comes_as_far_with_replicas_equal(pool: RankPool, dtype: str, e
     assert narrow[0][2] < 0.6 * full[2]
 
 
-def overflow(rank: int, dtype: str, size: float = 1e6, of: torch.dtype = torch.float32) -> tuple:
+# ---------------------------------------------------------------------------------------------- range
+
+ELEMENTS = 1000
+
+
+def of_one_size(rank: int, size: float, of: torch.dtype, spread: float = 1.0) -> Tensor:
+    """Numbers of one sign, which add up at every step: the largest sums there can be; rank r's are spread^r larger."""
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.rand(ELEMENTS, generator=generator, dtype=torch.float64) * 0.5 + 0.5).to(of) * (size * spread**rank)
+
+
+def of_one_size_summed(rank: int, size: float, of: torch.dtype, spread: float, dtype: str, exact: bool) -> Tensor:
+    flat = of_one_size(rank, size, of, spread)
+    transport = Transport(Wire(), dtype, exact)
+    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    return flat
+
+
+def of_one_size_summed_unscaled(rank: int, *args: object) -> Tensor:
+    with mock.patch.object(Transport, "_scales", lambda self, dtype: False):
+        return of_one_size_summed(rank, *args)
+
+
+SIZED = pytest.mark.parametrize(
+    ("size", "of", "dtype"),
+    [
+        (1e-12, torch.float32, "fp16"),
+        (1e-7, torch.float32, "fp16"),
+        (6e4, torch.float32, "fp16"),
+        (1e6, torch.float32, "fp16"),
+        (1e30, torch.float32, "fp16"),
+        (1e-200, torch.float64, "fp16"),
+        (1e300, torch.float64, "bf16"),
+        (1e-300, torch.float64, "bf16"),
+        (1e300, torch.float64, "fp32"),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+
+
+@SIZED
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_sums_of_any_size_keep_the_digits_of_the_wire(
+    pool: RankPool, size: float, of: torch.dtype, dtype: str, spread: float
+) -> None:
+    """No overflow of a sum, no underflow of an addend: only roundings, one for each addend and one for each sum."""
+    ranks, u = 4, rounding(dtype)
+    right = sum(of_one_size(rank, size, of, spread).double() for rank in range(ranks))
+    for exact in (False, True) if dtype != "fp32" else (False,):
+        results = pool.run(ranks, of_one_size_summed, size, of, spread, dtype, exact)
+        bound = ((1 + u) ** (ranks + 1) - 1) * right
+        for flat in results:
+            assert torch.equal(flat, results[0])
+            assert ((flat.double() - right).abs() <= bound).all()
+
+
+@WAYS
+def test_unscaled_they_would_not(pool: RankPool, exact: bool) -> None:
+    """Negative control. A quarter of 65504 on each of four ranks is where float16 ends."""
+    too_large = pool.run(4, of_one_size_summed_unscaled, 6e4, torch.float32, 1.0, "fp16", exact)[0]
+    assert torch.isinf(too_large).all()
+    too_small = pool.run(4, of_one_size_summed_unscaled, 1e-12, torch.float32, 1.0, "fp16", exact)[0]
+    assert not too_small.any()
+
+
+@WAYS
+def test_beside_a_large_number_small_ones_keep_their_digits(pool: RankPool, exact: bool) -> None:
+    """Within a bucket float16 spans 2^27 from the largest number of all ranks down to where digits are lost."""
+    for flat in pool.run(2, mixed, exact):
+        assert flat[0] == 2.0**20
+        assert ((flat[1:] - 2 * SMALL[1:]).abs() <= 2 * SMALL[1:] * rounding("fp16") * 1.01).all()
+
+
+SMALL = torch.tensor([0.0, 1.2345e-2, 0.98765, 17.17, 1234.5])
+
+
+def mixed(rank: int, exact: bool) -> Tensor:
+    flat = SMALL.clone()
+    flat[0] = rank * 2.0**20
+    transport = Transport(Wire(), "fp16", exact)
+    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    return flat
+
+
+@WAYS
+def test_a_scaled_bucket_takes_one_number_more(pool: RankPool, exact: bool) -> None:
+    (_, halves, narrow), (_, scaled, with_peaks) = (
+        pool.run(2, summed, dtype, exact, torch.float32)[0] for dtype in ("bf16", "fp16")
+    )
+    assert scaled == halves + len(SIZES)
+    assert with_peaks == narrow + 4 * len(SIZES)
+
+
+def of_size(rank: int, config: ReducerConfig, sizes: tuple[float, ...], of: torch.dtype = torch.float32) -> tuple:
     p = nn.Parameter(torch.zeros(4, dtype=of))
-    reducer = GradientReducer([("p", p)], config=ReducerConfig(reduce_dtype=dtype))
+    reducer = GradientReducer([("p", p)], config=config)
     reducer.agree_reference(1)
-    reducer.backward((p * size).sum(), 1)
+    reducer.backward((p * sizes[rank]).sum(), 1)
     return reducer.last.verdict, p.grad.tolist()
 
 
-def test_what_does_not_fit_the_wire_is_an_overflow_not_a_step(pool: RankPool) -> None:
-    for verdict, _ in pool.run(2, overflow, "fp16"):
-        assert verdict.reason is Reason.OVERFLOW
-    for verdict, _ in pool.run(2, overflow, "bf16", 1e300, torch.float64):
-        assert verdict.reason is Reason.OVERFLOW
-    for verdict, grad in pool.run(2, overflow, "bf16"):
+@pytest.mark.parametrize(
+    ("dtype", "size", "of"),
+    [("fp16", 1e6, torch.float32), ("fp16", 1e-9, torch.float32), ("bf16", 1e300, torch.float64)],
+)
+def test_a_gradient_that_would_not_fit_the_wire_makes_a_step(
+    pool: RankPool, dtype: str, size: float, of: torch.dtype
+) -> None:
+    for verdict, grad in pool.run(2, of_size, ReducerConfig(reduce_dtype=dtype), (size, size), of):
         assert verdict.step
-        assert grad == pytest.approx([1e6] * 4, rel=rounding("bf16") * 2)
+        assert grad == pytest.approx([size] * 4, rel=rounding(dtype) * 2)
+
+
+@WAYS
+@DTYPES
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_is_voted_on_and_can_be_left_out(pool: RankPool, dtype: str, exact: bool, bad: float) -> None:
+    """On a scaled wire, too, where it takes part in the agreement on the scale."""
+    config = ReducerConfig(reduce_dtype=dtype, exact_sums=exact)
+    for verdict, _ in pool.run(3, of_size, config, (1.0, bad, 3.0)):
+        assert (verdict.reason, verdict.ranks) == (Reason.NONFINITE, (1,))
+    for verdict, grad in pool.run(3, of_size, replace(config, drop_nonfinite=True), (1.0, bad, 3.0)):
+        assert verdict.step
+        assert verdict.dropped == (1,)
+        assert grad == pytest.approx([2.0] * 4, rel=rounding(dtype) * 3)
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,13 +40,13 @@ class Wire:
         self.messages = 0
         self.nbytes = 0
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        """Starts an asynchronous SUM all-reduce in place; nothing is sent when there is one rank or no element."""
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+        """Starts an asynchronous all-reduce in place; nothing is sent when there is one rank or no element."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
         self.messages += 1
         self.nbytes += tensor.numel() * tensor.element_size()
-        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         return work
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
