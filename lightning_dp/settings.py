@@ -104,6 +104,7 @@ class Settings:
             _check_choice("reduce_dtype", self.reduce_dtype, tuple(REDUCE_DTYPES))
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ConfigurationError("ddp_comm_hook decides what travels: use it without reduce_dtype")
+        _ = self.reducer  # refuses what contradicts itself
         resolve_count(self.count)
         if self.normalizers and self.count not in ("samples", "equal"):
             raise ConfigurationError(
@@ -134,7 +135,7 @@ class Settings:
             bool(self.overlap),
             check_nonfinite=self.nonfinite != "off",
             drop_nonfinite=self.nonfinite == "drop_rank",
-            reduce_dtype=cast("Literal['bf16', 'fp16'] | None", self.reduce_dtype),
+            reduce_dtype=cast("Literal['bf16', 'fp16', 'fp32'] | None", self.reduce_dtype),
             exact_sums=bool(self.exact_sums),
             comm_hook=self.comm_hook,
             comm_state=self.comm_state,

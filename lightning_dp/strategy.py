@@ -95,8 +95,12 @@ class BucketedDDPStrategy(DDPStrategy):
         uneven: What a rank does when its data has run out before the others': see
             :class:`lightning_dp.data.padding.PaddingPolicy`; ``"error"`` raises on all ranks.
         reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire, for half the bytes;
-            weights, optimizer and the gradients it sees keep their precision. ``None`` rounds nothing.
-        exact_sums: With ``reduce_dtype``, add up in float32: the same bytes; the error does not grow with ranks.
+            weights, optimizer and the gradients it sees keep their precision; for fp16 gradients are scaled so that
+            sums stay in range. ``"fp32"``: gradients of bf16 and fp16 parameters are accumulated and summed in float32
+            and rounded once, before clipping and the optimizer, for 4 bytes an element on the wire and in memory;
+            within an accumulation window ``grad`` is float32. ``None`` leaves gradients as they are.
+        exact_sums: With bf16 or fp16 on the wire, add up in float32: the same bytes; the error does not grow with
+            ranks.
         normalizers: For losses in parts: what parts are divided by, by name, each ``"samples"``, ``"tokens"`` or a
             function ``batch -> int``; see :meth:`normalize`. Micro-batches then weigh the same.
         pad_samples: Let Lightning's sampler repeat samples until all ranks have equally many, as it does elsewhere.
@@ -130,7 +134,7 @@ class BucketedDDPStrategy(DDPStrategy):
         overlap: bool = True,
         uneven: Literal["auto", "skip", "replay", "error"] = "auto",
         pad_samples: bool = False,
-        reduce_dtype: Literal["bf16", "fp16"] | None = None,
+        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         exact_sums: bool = False,
         normalizers: Mapping[str, str | CountFunction] | None = None,
         process_group_backend: str | None = None,

@@ -998,3 +998,32 @@ def test_a_count_beyond_what_the_ballot_carries_is_refused() -> None:
     reducer = GradientReducer(mlp().named_parameters())
     with pytest.raises(CountError, match="at most 1,099,511,627,776"):
         reducer.backward(torch.zeros(()), count=2**41)
+
+
+def begin_window(rank: int, counts: list[int]) -> tuple[dict, dict]:
+    model = mlp()
+    reducer = GradientReducer(model.named_parameters(), config=SMALL_BUCKETS)
+    reducer.agree_reference(counts[rank])
+    with reducer.no_sync():
+        reducer.backward(mean_loss(model, rows(0, rank, 0, counts[rank])), counts[rank])
+    return reducer.state_dict(), reducer.window_state()
+
+
+def end_window(rank: int, counts: list[int], state: dict, window: dict) -> list[Tensor]:
+    model = mlp()
+    reducer = GradientReducer(model.named_parameters(), config=SMALL_BUCKETS)
+    reducer.load_state_dict(state)
+    reducer.resume_window(window)
+    reducer.backward(mean_loss(model, rows(0, rank, 1, counts[rank])), counts[rank])
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (4, 2)])
+def test_a_window_goes_on_with_another_number_of_ranks(pool: RankPool, before: int, after: int) -> None:
+    counts = [4, 1, 3, 2]
+    state, window = pool.run(before, begin_window, counts)[0]
+    grads = pool.run(after, end_window, counts, state, window)[0]
+    model = mlp()
+    seen = [rows(0, r, j, counts[r]) for j, ranks in enumerate((before, after)) for r in range(ranks)]
+    mean_loss(model, torch.cat(seen)).backward()
+    assert relative_error(grads, [p.grad for p in model.parameters()]) < 1e-12

@@ -129,23 +129,28 @@ class Bucket:
     Args:
         layout: Where each gradient lies.
         parameters: The list that the plan was made from.
+        sums_in: The dtype in which gradients are accumulated and summed, if it is not their own but a wider one.
 
     Attributes:
         flat: The one-dimensional buffer that is reduced (complex gradients as pairs of real numbers).
         parameters: The parameters whose gradients it holds.
         views: For each of them the view of ``flat`` that becomes its ``grad``, with the parameter's own strides.
         missing: Slots of the parameters that had no gradient when the buffer was last filled.
+        wide: Whether the buffer is wider than the parameters, so that it is rounded in the end: see :meth:`round`.
     """
 
-    def __init__(self, layout: BucketLayout, parameters: Sequence[Tensor]) -> None:
-        storage = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+    def __init__(self, layout: BucketLayout, parameters: Sequence[Tensor], sums_in: torch.dtype | None = None) -> None:
+        storage = torch.zeros(layout.numel, dtype=sums_in or layout.dtype, device=layout.device)
         self.layout = layout
+        self.wide = storage.dtype != layout.dtype
         self.flat = torch.view_as_real(storage).view(-1) if storage.is_complex() else storage
         self.parameters = [parameters[index] for index in layout.indices]
         self._storage = storage
         self.views = [self._view(slot) for slot in range(len(self.parameters))]
         self._pointers = [view.data_ptr() for view in self.views]
         self.missing: list[int] = []
+        for parameter in self.parameters if self.wide else ():
+            parameter.grad_dtype = None  # any: autograd then adds a narrow gradient to the wide view as it is
 
     def take(self, slot: int) -> None:
         """Moves one gradient into the buffer, if it is not there yet, and makes it a view of the buffer."""
@@ -189,6 +194,23 @@ class Bucket:
         # `p.grad.data = ...` (or `module.float()`) has given our view other memory: it is theirs now.
         self.views[slot] = self._view(slot)
         return False
+
+    def round(self) -> list[Tensor]:
+        """Makes the buffer's contents final, in the parameters' dtype.
+
+        A wide buffer is rounded within its own memory: until it is next filled, its front half holds the result.
+
+        Returns:
+            For each parameter the view that holds its gradient.
+        """
+        if not self.wide:
+            return self.views
+        rounded = self._storage.view(self.layout.dtype)[: self.layout.numel]
+        rounded.copy_(self._storage.to(self.layout.dtype))  # by way of a copy, as the two overlap
+        return [
+            _view_like(rounded, offset, parameter)
+            for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
+        ]
 
     def _view(self, slot: int) -> Tensor:
         return _view_like(self._storage, self.layout.offsets[slot], self.parameters[slot])

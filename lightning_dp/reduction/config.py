@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from lightning_dp.errors import ConfigurationError
 from lightning_dp.reduction.comm_hooks import Hook
 
 MIB = 1024 * 1024
@@ -32,11 +33,17 @@ class ReducerConfig:
         drop_nonfinite: Leave a rank whose gradients are not finite out of the step, which is then exact over the other
             ranks. What it costs: buckets leave at the end of backward only, as nothing can be taken back from a sum;
             and on a GPU the host waits for the device once more.
-        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire.
-        exact_sums: With a reduce dtype, add up in float32: the same bytes, and an error that does not grow with ranks.
+        reduce_dtype: ``"bf16"`` or ``"fp16"``: what wider gradients are rounded to on the wire. ``"fp32"``: gradients
+            of narrower dtypes are accumulated and summed in float32 and rounded once, at the end. Until then ``grad``
+            is float32; it costs 4 bytes an element, on the wire and in memory.
+        exact_sums: With ``"bf16"`` or ``"fp16"``, add up in float32: the same bytes, and an error that does not grow
+            with ranks.
         comm_hook: A communication hook as torch DDP takes them; it averages the buckets in the place of an all-reduce.
         comm_state: What the hook is handed.
         measure_norm: Measure the norm of the averaged gradients; one pass over them, and a GPU's host waits for it.
+
+    Raises:
+        ConfigurationError: If two choices contradict each other.
     """
 
     bucket_cap_mb: float | Literal["auto"] = AUTO
@@ -44,11 +51,18 @@ class ReducerConfig:
     overlap: bool = True
     check_nonfinite: bool = True
     drop_nonfinite: bool = False
-    reduce_dtype: Literal["bf16", "fp16"] | None = None
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     exact_sums: bool = False
     comm_hook: Hook | None = None
     comm_state: Any = None
     measure_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exact_sums and self.reduce_dtype == "fp32":
+            raise ConfigurationError(
+                "exact_sums adds up in float32 what travels in fewer bytes, which reduce_dtype='fp32' does by itself:"
+                " leave exact_sums out"
+            )
 
     @property
     def cap_mb(self) -> float:

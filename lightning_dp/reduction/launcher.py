@@ -52,7 +52,7 @@ class Launcher:
         self._check = check
         self._timeline = timeline
         parameters = [parameter for _, parameter in named_parameters]
-        self.buckets = [Bucket(layout, parameters) for layout in plan.buckets]
+        self.buckets = [Bucket(layout, parameters, transport.sums_in(layout.dtype)) for layout in plan.buckets]
         self._bucket_of, self._slot_of = [0] * len(parameters), [0] * len(parameters)
         for number, layout in enumerate(plan.buckets):
             for slot, index in enumerate(layout.indices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -261,8 +262,8 @@ class GradientReducer:
         """What the accumulation window under way holds so far, summed over the ranks, which take part together.
 
         Returns:
-            Weighted gradients by name, their count and number of micro-batches, vetoes, and what is bad about whose
-            gradients; ``None`` between windows.
+            Weighted gradients by name, their count and number of micro-batches, what they were weighted by, vetoes, and
+            what is bad about whose gradients; ``None`` between windows.
         """
         if self._averaged or not self._labels:
             return None
@@ -275,7 +276,9 @@ class GradientReducer:
         count = 0 if bad else self._count
         sums = torch.cat([used, torch.tensor([count, self._micro_batches], device=self._device)])
         grads = [
-            (torch.zeros_like(p) if grad is None else grad.detach().clone()).contiguous()
+            (torch.zeros_like(p) if grad is None else grad.detach().clone())
+            .to(self._transport.sums_in(p.dtype))
+            .contiguous()
             for p, grad in zip(self._parameters, mine, strict=True)
         ]
         for tensor in (sums, *(torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)):
@@ -288,6 +291,7 @@ class GradientReducer:
             "gradients": by_name,
             "count": count,
             "micro_batches": micro_batches,
+            "weight": self._weight(1),
             "vetoes": [veto for veto, _ in said],
             "bad": [bad for _, bad in said],
         }
@@ -305,13 +309,18 @@ class GradientReducer:
         holder = state["bad"].index("") if same_ranks and "" in state["bad"] else 0
         if self.wire.rank == holder:
             self._count, self._micro_batches = state["count"], state["micro_batches"]
-            self._resumed = state["gradients"]  # set when backward begins, as a Trainer zeroes gradients before
+            # Set when backward begins, as a Trainer zeroes gradients before; the ranks may have been others in number.
+            ratio = self._weight(1) / state.get("weight", self._weight(1))
+            self._resumed = {name: grad * ratio for name, grad in state["gradients"].items()}
 
     def detach(self) -> None:
         """Removes the hooks. Gradients stay where they are; the reducer is not used after this."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        for parameter in self._parameters:
+            if parameter.grad is None or parameter.grad.dtype == parameter.dtype:
+                parameter.grad_dtype = parameter.dtype
 
     # ------------------------------------------------------------------------------------------- the plan
 
@@ -362,7 +371,7 @@ class GradientReducer:
         self._start_window()
         for name, parameter in self._named if self._resumed else ():
             if name in self._resumed:
-                parameter.grad = self._resumed[name].to(parameter.device)
+                parameter.grad = self._resumed[name].to(parameter.device, self._transport.sums_in(parameter.dtype))
         self._resumed = {}
         if self.has_unreduced:
             raise UnreducedGradientError(
@@ -382,10 +391,14 @@ class GradientReducer:
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
             self._set_grads([None] * len(self._parameters))
-        total, micro_batches = self.reference or (1, 1)
+        return self._weight(count) if count else 1.0
+
+    def _weight(self, count: int) -> float:
+        """The factor for the loss of a micro-batch of this count."""
+        total, micro_batches = self._unit()
         # The sum over ranks is to be the average; a hook averages by itself.
         ranks = 1 if self.config.comm_hook is not None else self.wire.world_size
-        return count * micro_batches / (total * ranks) if count else 1.0
+        return count * micro_batches / (total * ranks)
 
     def _start_window(self) -> None:
         """The first backward after a reduction: sets aside gradients that were not zeroed, and re-plans."""
@@ -482,10 +495,20 @@ class GradientReducer:
         self._unsynced.clear()
         self._averaged, self._veto = True, ""
 
+    def _unit(self) -> tuple[int, int]:
+        """Total count and number of micro-batches whose ratio losses are scaled by."""
+        total, micro_batches = self.reference or (1, 1)
+        if not any(bucket.wide for bucket in self._launcher.buckets):
+            return total, micro_batches
+        # A narrow gradient is rounded when its loss has been scaled. By a power of two that costs nothing, and a count
+        # of up to 256 is a factor that bf16 holds; what is left is made good in float32.
+        ranks = self.wire.world_size
+        return 1 << max(0, round(math.log2(total * ranks / micro_batches))), ranks
+
     def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
         if tally.count == 0:
             return 1.0
-        total, micro_batches = self.reference or (1, 1)
+        total, micro_batches = self._unit()
         # Integers up to the last division: with equal counts the factor is exactly 1 and costs no pass over memory.
         if divided_by is None:
             return (total * tally.micro_batches) / (micro_batches * tally.count)
@@ -499,6 +522,8 @@ class GradientReducer:
             look = not in_range or self._transport.loses_range(bucket.flat.dtype)
             if self.config.check_nonfinite and look and bucket.flat.numel():
                 found.append(scale_and_check_(bucket.flat, factor))
+                if bucket.wide:
+                    found.append(scale_and_check_(bucket.flat.to(bucket.layout.dtype)))
             elif factor != 1.0:
                 bucket.flat.mul_(factor)
         return bool(found) and bool(torch.stack([f.to(self._device) for f in found]).any())
@@ -521,14 +546,14 @@ class GradientReducer:
     def _publish(self, tally: Tally) -> None:
         """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
         for bucket in self._launcher.buckets:
-            # Where this rank had a gradient it is the view already.
-            for slot in bucket.missing:
-                used = tally.users[bucket.layout.indices[slot]] > 0
-                bucket.parameters[slot].grad = bucket.views[slot] if used else None
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True) if self._carry else ():
-                if parameter in self._carry:
-                    view.add_(self._carry[parameter])
-                    parameter.grad = view
+            carried = [slot for slot, p in enumerate(bucket.parameters) if p in self._carry] if self._carry else []
+            for slot in carried:
+                bucket.views[slot].add_(self._carry[bucket.parameters[slot]])
+            final = bucket.round()
+            # Where this rank had a gradient it is the view already, unless that has been rounded.
+            for slot in range(len(final)) if bucket.wide else (*bucket.missing, *carried):
+                used = slot in carried or tally.users[bucket.layout.indices[slot]] > 0
+                bucket.parameters[slot].grad = final[slot] if used else None
         self._carry = {}
 
     def _set_reference(self, count: int, micro_batches: int) -> None:
