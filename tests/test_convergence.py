@@ -139,9 +139,9 @@ def all_seeds(rank: int, task: str, wire: str) -> Ends:
 send = Transport.start
 
 
-def five_levels(transport: Transport, bucket: Any, number: int, total: int) -> Any:
-    """Too coarse: what is less than a quarter of a bucket's largest number is lost."""
-    step = bucket.flat.abs().max() / 2
+def six_bits(transport: Transport, bucket: Any, number: int, total: int) -> Any:
+    """Too coarse: integers up to 31 times one step for a whole bucket, so that small gradients are lost."""
+    step = bucket.flat.abs().max() / 31
     if step > 0:
         bucket.flat.div_(step).round_().mul_(step)
     return send(transport, bucket, number, total)
@@ -154,7 +154,7 @@ def one_rank_flipped(transport: Transport, bucket: Any, number: int, total: int)
     return send(transport, bucket, number, total)
 
 
-BAD_WIRES = {"five levels": five_levels, "one rank flipped": one_rank_flipped}
+BAD_WIRES = {"six-bit integers": six_bits, "one rank flipped": one_rank_flipped}
 
 
 class Ended:
