@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_the_set_up_looks_for_each_program(tmp_path: Path) -> None:
 
 
 def test_a_training_of_two_nodes_with_two_ranks_each(slurm: SlurmCluster, tmp_path: Path) -> None:
-    name = "digits $(touch broken) `x` \"q\" 'p' é"
+    name = "digits $(touch broken) `x` \"q\" 'p' a\\b #c %j é"
     job = submit(slurm, tmp_path, *SHAPE, *QUICK, "launcher.job_name='" + name.replace("'", "\\'") + "'")
     ended = slurm.wait(job, LIMIT)
     text = output(tmp_path, job)
@@ -95,23 +96,6 @@ def test_the_example_without_hydra(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert ended["JobState"] == "COMPLETED", output
     # 324 images a rank are 21 batches, in each of two epochs.
     assert "4 ranks took 42 steps" in output.splitlines()
-
-
-def test_a_sweep_through_submitit(slurm: SlurmCluster, tmp_path: Path) -> None:
-    shape = [
-        "trainer.num_nodes=2",
-        "trainer.devices=1",
-        "hydra.launcher.cpus_per_task=1",
-        "hydra.launcher.timeout_min=5",
-    ]
-    few = ["+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "hydra.sweep.dir=sweep"]
-    sweep = ["-m", "hydra/launcher=slurm", "model.learning_rate=0.01", *shape, *QUICK, *few]
-    finished = command(slurm, tmp_path, PYTHON, "-m", "lightning_dp.cli.train", *sweep, limit=LIMIT)
-    assert finished.code == 0, finished.output
-    [log] = (tmp_path / "sweep/.submitit").glob("*/*_0_log.out")
-    told = table(log.read_text())
-    assert (told["world size"], told["optimizer steps"]) == ("2", "2")
-    assert OmegaConf.load(tmp_path / "sweep/0/config.yaml").model.learning_rate == 0.01
 
 
 def test_a_sweep_is_an_array_whose_tasks_run_one_point_each(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -223,20 +207,24 @@ def test_a_task_that_is_killed_ends_the_job(slurm: SlurmCluster, tmp_path: Path)
 
 def wait_for_training(slurm: SlurmCluster, folder: Path, job: str) -> dict[int, int]:
     """Process ids of the ranks, once all of them train."""
+    number = slurm.job(job)["JobId"]  # of an array's task, its own
     deadline = time.monotonic() + LIMIT
-    while not {path.name for path in folder.glob("training.*")} >= {f"training.{job}.{rank}" for rank in (0, 1)}:
+    while not {path.name for path in folder.glob("training.*")} >= {f"training.{number}.{rank}" for rank in (0, 1)}:
         assert time.monotonic() < deadline, output(folder, job)
+        number = slurm.job(job)["JobId"]
         time.sleep(0.2)
-    return slurm.pids(job, "lightning_dp.cli.train")
+    return slurm.pids(number, "lightning_dp.cli.train")
 
 
 def test_a_signal_to_one_task_requeues_the_job_which_ends_as_if_nothing_had_happened(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
+    """Two jobs of one array, which differ in nothing that training goes by; one is left alone."""
     long = [*QUICK, "callbacks=default", "trainer.max_epochs=3", "trainer.devices=1", "trainer.num_nodes=2"]
     long += ["launcher.cpus_per_task=1", "model._target_=slow.Net"]
     (tmp_path / "slow.py").write_text(SLOW)
-    whole, job = submit(slurm, tmp_path, *long), submit(slurm, tmp_path, *long)
+    array = submit(slurm, tmp_path, "-m", "metric=val/loss,val/accuracy", *long)
+    whole, job = f"{array}_0", f"{array}_1"
     ranks = wait_for_training(slurm, tmp_path, job)
     os.kill(ranks[1], signal.SIGUSR1)
     slurm.wait(job, 30, states=["PENDING", "REQUEUED"])
@@ -244,7 +232,8 @@ def test_a_signal_to_one_task_requeues_the_job_which_ends_as_if_nothing_had_happ
     ended = slurm.wait(job, LIMIT)
     text = output(tmp_path, job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), text
-    assert len(re.findall(r"stopped after step \d+ by SIGUSR1 on rank 1; job \d+ was requeued", text)) == 1
+    assert len(re.findall(r"stopped after step \d+ by SIGUSR1 on rank 1; job \S+ was requeued", text)) == 1
+    assert f"job {job} was requeued" in text
     assert "Restoring states from the checkpoint path at" in text
     slurm.wait(whole, LIMIT)
     first, second = (last_checkpoint(tmp_path, one) for one in (whole, job))
@@ -256,3 +245,32 @@ def test_a_signal_to_one_task_requeues_the_job_which_ends_as_if_nothing_had_happ
 def last_checkpoint(folder: Path, job: str) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(folder / f"runs/slurm/{job}/checkpoints/last.ckpt", weights_only=True)
     return loaded
+
+
+def test_a_job_of_submitits_goes_on_after_a_signal_to_one_task(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A sweep of one point; submitit's own handlers would end rank 0 and begin anew."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    shape = ["trainer.num_nodes=2", "trainer.devices=1", "hydra.launcher.cpus_per_task=1"]
+    shape += ["hydra.launcher.timeout_min=5", "hydra.sweep.dir=sweep", "+trainer.limit_val_batches=1"]
+    model = ["model._target_=slow.Net", "model.learning_rate=0.01"]
+    sweep = ["-m", "hydra/launcher=slurm", *QUICK, *shape, *model, "callbacks=requeue", "trainer.max_epochs=2"]
+    program = [PYTHON, "-m", "lightning_dp.cli.train", *sweep]
+    with ThreadPoolExecutor(1) as pool:
+        launched = pool.submit(command, slurm, tmp_path, *program, limit=LIMIT)
+        deadline = time.monotonic() + LIMIT
+        while len(found := sorted(tmp_path.glob("training.*"))) < 2 and not launched.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert len(found) == 2, launched.result().output
+        job = found[0].name.split(".")[1]
+        os.kill(slurm.pids(job, "submitit.core._submit")[1], signal.SIGUSR2)
+        finished = launched.result()
+    assert finished.code == 0, finished.output
+    assert slurm.job(job)["Restarts"] == "1"
+    [log] = (tmp_path / "sweep/.submitit").glob("*/*_0_log.out")
+    text = log.read_text()
+    assert len(re.findall(r"stopped after step \d+ by SIGUSR2 on rank 1; job \S+ was requeued", text)) == 1
+    told = table(text)
+    assert "Restoring states from the checkpoint path at" in log.with_suffix(".err").read_text()
+    assert (told["world size"], told["optimizer steps"]) == ("2", "82")
+    assert OmegaConf.load(tmp_path / "sweep/0/config.yaml").model.learning_rate == 0.01
