@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
+from lightning_dp.arrival import meet
 from lightning_dp.data.counts import as_count
 from lightning_dp.errors import LightningDPError
+from lightning_dp.launch import refuse_other_world
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
@@ -62,6 +64,8 @@ class BucketedDDPStrategy(DDPStrategy):
             the step, at the price that communication is not hidden), or do not look (``"off"``).
         max_consecutive_skips: After this many skipped steps in a row all ranks raise.
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
+        preflight: Seconds within which all ranks must have started, or the missing ones are named; ``None`` does not
+            look.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
         timeout: How long a rank waits for another one; a timedelta or seconds.
         start_method: How Fabric starts the other local processes: ``"popen"``, ``"spawn"`` or ``"fork"``.
@@ -78,6 +82,7 @@ class BucketedDDPStrategy(DDPStrategy):
         nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
         max_consecutive_skips: int = 10,
         overlap: bool = True,
+        preflight: float | None = 120.0,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -96,6 +101,7 @@ class BucketedDDPStrategy(DDPStrategy):
             pad_samples=False,
             timeout=timeout,
             start_method=start_method,
+            preflight=preflight,
         )
         super().__init__(
             process_group_backend=process_group_backend,
@@ -156,6 +162,21 @@ class BucketedDDPStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds ``bucketed_ddp`` and its start-method variants to a registry of Fabric's."""
         register(strategy_registry, cls)
+
+    def _setup_distributed(self) -> None:
+        """Meets the other ranks, and makes the process group.
+
+        Raises:
+            ConfigurationError: If the ranks were started in another way, or number, than is wanted.
+            PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
+        """
+        self._set_world_ranks()
+        environment = self.cluster_environment
+        assert environment is not None
+        refuse_other_world(environment, self.num_processes, self.num_nodes)
+        if self._settings.preflight is not None:
+            meet(environment, self._settings.preflight, on_gpu=self.root_device.type == "cuda")
+        super()._setup_distributed()
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes replicas of rank 0's module; it is not wrapped, so any of its methods may be called.

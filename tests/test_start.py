@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from slurm_cluster import free_port
 
 from lightning_dp import BucketedDDPStrategy
 from lightning_dp.cluster.start import expand_nodes, refuse_wrong_start, slurm_hosts
-from lightning_dp.errors import ConfigurationError
+from lightning_dp.errors import ConfigurationError, PreflightError
+from lightning_dp.fabric import BucketedDDPStrategy as FabricStrategy
 from lightning_dp.launch import ProgramLauncher
 
 # As SLURM 22.05 sets them for `sbatch --nodes=2 --ntasks-per-node=2`: in the batch script, and in a task of srun.
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 BATCH |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_NODELIST": "node[1-2]"}
+BATCH |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 # One torchrun per node, two ranks each.
 TORCHRUN = {
@@ -78,12 +85,48 @@ class Lonely(LightningEnvironment):
         pass
 
 
+@pytest.fixture(params=[BucketedDDPStrategy, FabricStrategy], ids=["Trainer", "Fabric"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the process group of two local ranks, under the Trainer and under Fabric."""
+    for name in ("TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+    def start(environment: ClusterEnvironment, preflight: float | None) -> None:
+        strategy = request.param(preflight=preflight, cluster_environment=environment)
+        strategy.parallel_devices = [torch.device("cpu")] * 2
+        if request.param is FabricStrategy:
+            strategy.accelerator = CPUAccelerator()
+            strategy.setup_environment()
+        else:
+            strategy.setup_distributed()
+
+    return start
+
+
 @pytest.mark.parametrize("preflight", [None, 1.0])
-def test_another_number_of_ranks_than_wanted_is_refused_whatever_started_them(preflight: float | None) -> None:
-    strategy = BucketedDDPStrategy(preflight=preflight, cluster_environment=Lonely())
-    strategy.parallel_devices = [torch.device("cpu")] * 2
+def test_another_number_of_ranks_than_wanted_is_refused_whatever_started_them(
+    start: Callable[..., None], preflight: float | None
+) -> None:
     with pytest.raises(ConfigurationError, match=r"2 \(trainer.devices x trainer.num_nodes\)  1 \(Lonely\)"):
-        strategy.setup_distributed()
+        start(Lonely(), preflight)
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_does_not_come_is_named(start: Callable[..., None]) -> None:
+    with pytest.raises(PreflightError, match=r"1 of 2 ranks did not arrive at 127\.0\.0\.1 .*: missing rank 1; there"):
+        start(LightningEnvironment(), 0.3)
+
+
+@pytest.mark.timeout(20)
+def test_ranks_that_nobody_starts_are_refused_at_once(
+    start: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="not started by srun"):
+        start(SLURMEnvironment(), 120)
 
 
 def test_an_environment_of_the_users_choice_is_not_measured_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
