@@ -4,9 +4,11 @@ With a reduce dtype, wider gradients travel rounded to it and arrive in their ow
 keep their precision; and with float32, narrower ones are accumulated and summed in it. An all-reduce in a narrow dtype
 rounds after each addition, so that its error grows with the number of ranks. With ``exact_sums`` each rank gets
 everybody's part of one chunk (all-to-all), adds it up in float32 and hands the result to all (all-gather): the same
-bytes, and two roundings whatever the number of ranks. With ``u`` half the dtype's ``eps`` and ``x`` what ``n`` ranks add
-up, the error is at most ``((1 + u)^n - 1) sum |x|`` without exact sums, and with them ``u sum |x|`` for the addends plus
-one rounding of the sum (N. Higham, Accuracy and Stability of Numerical Algorithms, ch. 4).
+bytes, and two roundings whatever the number of ranks.
+
+With ``u`` half the dtype's ``eps`` and ``x`` what ``n`` ranks add up, the error is at most ``((1 + u)^n - 1) sum |x|``
+without exact sums, and with them ``u sum |x|`` for the addends and one rounding of the sum (N. Higham, Accuracy and
+Stability of Numerical Algorithms, ch. 4).
 
 A dtype of less range than the gradients' (fp16 for float32) gets them scaled by a power of two, which rounds nothing:
 so that the sum over ranks of the bucket's largest number fits, and small ones stay as far above underflow as they can.
