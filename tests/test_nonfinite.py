@@ -2,12 +2,14 @@
 
 import math
 import struct
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.reduction import GradientReducer, ReducerConfig, nonfinite
 from lightning_dp.reduction.ballot import Flag
 from lightning_dp.reduction.buckets import Bucket, plan_buckets
 from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
@@ -306,3 +308,94 @@ def test_a_gpu_scales_float64_exactly(factor):
     scaled = numbers.cuda()
     assert scale_and_check_(scaled, factor) == 0
     assert scaled.tolist() == [number * factor for number in numbers.tolist()]
+
+
+# ----------------------------------------------------------------------------------------------- in a backward
+
+
+WIDTH = 160  # a weight is looked at when it arrives, a bias with its bucket
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def backwards(model: nn.Module, micro_batches: int = 1, spoil=None, monkeypatch=None) -> tuple:
+    """Two windows, the second with whatever ``spoil`` does to it; its verdict and how many numbers were read."""
+    reducer = GradientReducer(model.named_parameters(), config=ReducerConfig(bucket_cap_mb=0.3))
+    read = []
+    if monkeypatch is not None:
+        real = nonfinite._square
+        monkeypatch.setattr(nonfinite, "_square", lambda flat: read.append(flat.numel()) or real(flat))
+    for window in range(2):
+        read.clear()
+        model.zero_grad()
+        if window and spoil is not None:
+            spoil(model)
+        for micro_batch in range(micro_batches):
+            loss = model(torch.ones(2, WIDTH)).square().mean()
+            with reducer.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
+                reducer.backward(loss, count=2)
+    return reducer.last.verdict, sum(read), sum(p.numel() for p in model.parameters())
+
+
+def set_nan(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.view(-1)[5] = NAN
+
+
+def in_the_gradient(name: str):
+    def spoil(model: nn.Module) -> None:
+        model.get_parameter(name).register_hook(lambda grad: grad * NAN)
+
+    return spoil
+
+
+def behind_the_reducer(name: str, when: str):
+    """A hook of the user's writes into a gradient when another one has arrived, which is behind the reducer's hook."""
+
+    def spoil(model: nn.Module) -> None:
+        model.get_parameter(when).register_post_accumulate_grad_hook(lambda _: set_nan(model.get_parameter(name).grad))
+
+    return spoil
+
+
+NAMES = [f"layers.{k}.{kind}" for k in (0, 1, 3) for kind in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("spoil", "culprit"),
+    [
+        *((in_the_gradient(name), name) for name in NAMES),
+        # Layers arrive from the last to the first, two in a bucket.
+        (behind_the_reducer("layers.3.weight", "layers.3.weight"), "layers.3.weight"),
+        (behind_the_reducer("layers.3.weight", "layers.2.bias"), "layers.3.weight"),
+        (behind_the_reducer("layers.3.bias", "layers.3.weight"), "layers.3.bias"),
+        (behind_the_reducer("layers.1.weight", "layers.0.bias"), "layers.1.weight"),
+    ],
+)
+def test_a_gradient_is_looked_at_as_it_is_sent(micro_batches, spoil, culprit):
+    verdict, _, _ = backwards(Chain(), micro_batches, spoil)
+    assert not verdict.step
+    assert culprit in verdict.detail
+    assert backwards(Chain(), micro_batches)[0].step
+
+
+def test_no_number_is_read_twice(monkeypatch):
+    _, read, numbers = backwards(Chain(), monkeypatch=monkeypatch)
+    assert read == numbers
+
+
+def test_what_was_changed_is_read_again(monkeypatch):
+    spoil = behind_the_reducer("layers.3.weight", "layers.2.bias")
+    verdict, read, numbers = backwards(Chain(), 1, spoil, monkeypatch)
+    assert not verdict.step
+    assert numbers < read < 2 * numbers

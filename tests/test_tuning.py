@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from unittest import mock
 
@@ -283,15 +283,23 @@ def test_the_candidate_that_ends_first_is_the_best(measured: tuple, best: str) -
 # ---------------------------------------------------------------------------------------------- the link
 
 
+@dataclass(frozen=True)
+class Until:
+    end: float
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.end
+
+
 class SlowWire(Wire):
     """A wire on which a message takes its time, one after the other."""
 
-    def all_reduce(self, tensor: Tensor) -> float:  # type: ignore[override]
+    def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
         self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + 2e-3 + tensor.numel() * 4 * 1e-8
-        return self.free
+        return Until(self.free)
 
-    def wait(self, work: float, what: str) -> None:  # type: ignore[override]
-        time.sleep(max(0.0, work - time.perf_counter()))
+    def wait(self, work: Until, what: str) -> None:  # type: ignore[override]
+        time.sleep(max(0.0, work.end - time.perf_counter()))
 
 
 def test_the_link_is_measured() -> None:
@@ -301,6 +309,13 @@ def test_the_link_is_measured() -> None:
     assert link.latency == pytest.approx(2e-3, rel=1.0)
     seconds = [seconds for _, seconds in link.points]
     assert seconds == sorted(seconds)
+
+
+def test_a_message_that_never_ends_does_not_keep_the_cores_busy_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "MAX_BURST_SECONDS", 0.2)
+    start = time.perf_counter()
+    tuning._compute_during([None, Until(start + 60)])  # type: ignore[list-item]
+    assert 0.2 <= time.perf_counter() - start < 10
 
 
 def links(rank: int) -> Link:

@@ -183,6 +183,14 @@ class Bucket:
                 torch._foreach_copy_(views, grads)
         return missing
 
+    def part(self, first: int, end: int) -> Tensor:
+        """The run of :attr:`flat` that holds slots ``first`` to ``end - 1``."""
+        factor = 2 if self._storage.is_complex() else 1
+        offsets = self.layout.offsets
+        start = offsets[first]
+        stop = offsets[end] if end < len(offsets) else self.layout.numel
+        return self.flat[factor * start : factor * stop]
+
     def _holds(self, slot: int, grad: Tensor) -> bool:
         """Whether ``grad`` lies in the buffer already."""
         return self._own_memory(slot) and grad is self.views[slot]

@@ -68,6 +68,8 @@ class Launcher:
                 ``None``: nothing leaves before :meth:`launch_rest`.
         """
         self._expected = expected
+        if self._check is not None:
+            self._check.start_pass()
         self._fires = [0] * len(self._named)
         self._pending = [[p.requires_grad for p in bucket.parameters].count(True) for bucket in self.buckets]
         self._transfers: list[Transfer] = []
@@ -90,7 +92,10 @@ class Launcher:
                 " one; use overlap=False for this model"
             )
         if self._eager[index]:
-            self.buckets[number].take(self._slot_of[index])
+            bucket, slot = self.buckets[number], self._slot_of[index]
+            bucket.take(slot)
+            if self._check is not None and self._expected is not None:
+                self._check.glance(bucket, slot)
         if self._expected is not None and self._fires[index] == self._expected[index]:
             self._pending[number] -= 1
             if self._pending[number] == 0:
@@ -134,6 +139,8 @@ class Launcher:
         bucket = self.buckets[self._prepared]
         self._timeline.mark("ready", self._prepared)
         self._prepared += 1
+        if self._check is not None:
+            self._check.close(bucket)
         for slot in bucket.fill():
             self.used[bucket.layout.indices[slot]] = False
         if self._check is not None:

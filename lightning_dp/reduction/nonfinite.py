@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -34,11 +36,31 @@ def scale_and_check_(flat: Tensor, factor: float = 1.0) -> Tensor:
     return found
 
 
-def _bound(flat: Tensor) -> float:
-    """A number that no absolute value exceeds; NaN or Inf if there is one, or where the square leaves the range."""
+def _square(flat: Tensor) -> float:
+    """A number that no square exceeds; NaN or Inf if there is one, or where the square leaves the range."""
+    if flat.numel() == 0:
+        return 0.0
     if flat.dtype in (torch.float16, torch.bfloat16):  # whose products are slow on a CPU
-        return max(map(abs, map(float, torch.aminmax(flat))))
-    return math.sqrt(float(torch.dot(flat, flat)))
+        return float(max(map(abs, map(float, torch.aminmax(flat)))) ** 2)
+    # The norm is the cheapest reading of memory there is: NaN and Inf show in it, and so do large numbers.
+    return float(torch.dot(flat, flat))
+
+
+@dataclass
+class _Glances:
+    """What has been seen of a bucket by looking at each gradient just when it had been written, hence in the cache.
+
+    Attributes:
+        version: The bucket's version, as PyTorch counts writes to it, at the last glance.
+        slots: The gradients looked at.
+        square: A number that the square of no number in them exceeds.
+        valid: Nobody has written to the bucket between two glances.
+    """
+
+    version: int
+    slots: set[int]
+    square: float = 0.0
+    valid: bool = True
 
 
 class LocalCheck:
@@ -61,6 +83,7 @@ class LocalCheck:
         self._device = device
         self._ranks = ranks
         self.reset()
+        self.start_pass()
 
     def reset(self) -> None:
         """Forgets the last window."""
@@ -74,14 +97,34 @@ class LocalCheck:
         self._flags |= Flag.NONFINITE
         self._described.append(description)
 
+    def start_pass(self) -> None:
+        """A backward begins."""
+        self._glances: dict[Bucket, _Glances] = {}
+
+    def glance(self, bucket: Bucket, slot: int) -> None:
+        """Looks at one gradient of a bucket on a CPU that has just been written, so that it need not be read again."""
+        version = bucket.flat._version
+        glances = self._glances.get(bucket)
+        if glances is None:
+            glances = self._glances[bucket] = _Glances(version - 1, set())
+        glances.valid &= version == glances.version + 1
+        glances.version = version
+        glances.slots.add(slot)
+        glances.square += _square(bucket.part(slot, slot + 1))
+
+    def close(self, bucket: Bucket) -> None:
+        """A bucket is about to be filled up with gradients that have not been looked at."""
+        glances = self._glances.get(bucket)
+        if glances is not None and not (glances.valid and bucket.flat._version == glances.version):
+            del self._glances[bucket]  # somebody has changed what was looked at
+
     def look(self, bucket: Bucket) -> None:
-        """Looks at one filled bucket. Never makes a GPU's host wait."""
+        """Looks at what it has not glanced at of a filled bucket. Never makes a GPU's host wait."""
         if bucket.flat.numel() == 0:
             return
         limit = torch.finfo(bucket.layout.dtype).max / (self._ranks * self.MAX_FACTOR)
         if bucket.flat.device.type == "cpu":
-            # The norm is the cheapest reading of memory there is: NaN and Inf show in it, and so do large numbers.
-            if not _bound(bucket.flat) <= limit:
+            if not math.sqrt(self._square_of(bucket)) <= limit:
                 if scale_and_check_(bucket.flat):
                     self._flags |= Flag.NONFINITE
                     self._described += self._describe(bucket)
@@ -96,6 +139,17 @@ class LocalCheck:
             nonfinite, large = (~finite).any(), (finite & (peaks > limit)).any()
             self._found.append(nonfinite * int(Flag.NONFINITE) + large * int(Flag.LARGE))
             self._suspects.append((bucket, peaks))
+
+    def _square_of(self, bucket: Bucket) -> float:
+        glances = self._glances.get(bucket)
+        if glances is None:
+            return _square(bucket.flat)
+        square = glances.square
+        for seen, run in groupby(range(len(bucket.views)), key=glances.slots.__contains__):
+            if not seen:
+                slots = list(run)
+                square += _square(bucket.part(slots[0], slots[-1] + 1))
+        return square
 
     def flag(self) -> Tensor:
         """What was found in the buckets looked at, as :class:`Flag` bits; stays on the device."""

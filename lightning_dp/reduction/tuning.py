@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.planner import Link, predict_finish, sturdy_segments
 from lightning_dp.reduction.wire import Wire
 
 KIB = 1024
+MAX_BURST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
 def measure_link(wire: Wire, device: torch.device) -> Link:
     """Times bursts of all-reduces of a few sizes; the same result on all ranks.
 
-    Larger sizes are left out where a burst would take more than half a second.
+    On a CPU the transport runs on the cores that compute, where each message then costs several times what it does on
+    idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where a burst
+    would take more than half a second.
     """
     sizes, points, longest = [16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB], [], 0.0
     latency = _burst_seconds(wire, device, 4 * KIB, 1)
@@ -175,11 +179,21 @@ def _burst_seconds(wire: Wire, device: torch.device, nbytes: int, messages: int,
         _synchronize(device)
         start = time.perf_counter()
         works = [wire.all_reduce(buffer) for buffer in buffers]
+        if device.type == "cpu":
+            _compute_during(works)
         for work in works:
             wire.wait(work, "the measurement of the link")
         _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return max(wire.gather(statistics.median(seconds[1:])))
+
+
+def _compute_during(works: Sequence[dist.Work | None]) -> None:
+    """Keeps the cores busy until messages are complete, or something must be wrong with them."""
+    factor = torch.ones(256, 256)
+    end = time.perf_counter() + MAX_BURST_SECONDS
+    while not all(work is None or work.is_completed() for work in works) and time.perf_counter() < end:
+        torch.mm(factor, factor)
 
 
 def _ms(seconds: float | None) -> str:
