@@ -64,6 +64,9 @@ class BucketedDDPStrategy(DDPStrategy):
             the step, at the price that communication is not hidden), or do not look (``"off"``).
         max_consecutive_skips: After this many skipped steps in a row all ranks raise.
         overlap: Send buckets while backward runs. ``False`` sends them at its end.
+        reduce_dtype: Dtype in which gradients travel and are summed: ``"bf16"`` or ``"fp16"`` for half the bytes,
+            ``"fp32"`` for sums of low-precision gradients that are rounded once; ``None`` is their own.
+        exact_sums: With ``"bf16"`` or ``"fp16"``, add up in float32: the same bytes.
         preflight: Seconds within which all ranks must have started, or the missing ones are named; ``None`` does not
             look.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default what suits the device.
@@ -82,6 +85,8 @@ class BucketedDDPStrategy(DDPStrategy):
         nonfinite: Literal["skip", "raise", "drop_rank", "off"] = "skip",
         max_consecutive_skips: int = 10,
         overlap: bool = True,
+        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        exact_sums: bool = False,
         preflight: float | None = 120.0,
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -93,6 +98,8 @@ class BucketedDDPStrategy(DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             first_bucket_cap_mb=first_bucket_cap_mb,
             overlap=overlap,
+            reduce_dtype=reduce_dtype,
+            exact_sums=exact_sums,
             count="equal",
             normalizers=None,
             nonfinite=nonfinite,

@@ -113,6 +113,18 @@ def test_equal_counts_equal_stock_fabric_ddp(pool: RankPool) -> None:
     assert relative_error(mine, stock) < 1e-12
 
 
+@pytest.mark.parametrize(("reduce_dtype", "exact_sums"), [("bf16", False), ("bf16", True), ("fp16", False)])
+def test_gradients_travel_rounded(pool: RankPool, reduce_dtype: str, exact_sums: bool) -> None:
+    counts = first_ranks(RAGGED, 2)
+    exact = single_device(counts, "samples", "sgd", 1, EPOCHS)
+    rounded = pool.run(2, train, {**SMALL_BUCKETS, "reduce_dtype": reduce_dtype, "exact_sums": exact_sums}, counts, {})
+    digits = {"bf16": 8, "fp16": 11}[reduce_dtype]
+    for result in rounded:
+        assert result["digests"] == rounded[0]["digests"]
+        # Each step's gradient is off by a few roundings, which steps that shrink their differences do not pile up.
+        assert 2.0**-30 < relative_error(result["weights"], exact) < 8 * 2.0**-digits
+
+
 def test_clipping_sees_the_final_average(pool: RankPool) -> None:
     counts = first_ranks(RAGGED, 2)
     mine = pool.run(2, train, {}, counts, {"clip": CLIP, "k": 2})[0]["weights"]

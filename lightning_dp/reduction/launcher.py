@@ -93,9 +93,10 @@ class Launcher:
             )
         if self._eager[index]:
             bucket, slot = self.buckets[number], self._slot_of[index]
-            bucket.take(slot)
             if self._check is not None and self._expected is not None:
-                self._check.glance(bucket, slot)
+                self._check.take(bucket, slot)
+            else:
+                bucket.take(slot)
         if self._expected is not None and self._fires[index] == self._expected[index]:
             self._pending[number] -= 1
             if self._pending[number] == 0:

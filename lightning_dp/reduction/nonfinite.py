@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -48,7 +48,7 @@ def _square(flat: Tensor) -> float:
 
 @dataclass
 class _Glances:
-    """What has been seen of a bucket by looking at each gradient just when it had been written, hence in the cache.
+    """What has been seen of a bucket by looking at gradients one by one, when each had just been made.
 
     Attributes:
         version: The bucket's version, as PyTorch counts writes to it, at the last glance.
@@ -58,7 +58,7 @@ class _Glances:
     """
 
     version: int
-    slots: set[int]
+    slots: set[int] = field(default_factory=set)
     square: float = 0.0
     valid: bool = True
 
@@ -101,16 +101,26 @@ class LocalCheck:
         """A backward begins."""
         self._glances: dict[Bucket, _Glances] = {}
 
-    def glance(self, bucket: Bucket, slot: int) -> None:
-        """Looks at one gradient of a bucket on a CPU that has just been written, so that it need not be read again."""
-        version = bucket.flat._version
+    def take(self, bucket: Bucket, slot: int) -> None:
+        """Moves a gradient that has just been made into its bucket, and looks at it while it is in the cache.
+
+        For gradients on a CPU. Should somebody write to the bucket afterwards, all of it is looked at again before it
+        leaves, as far as PyTorch counts the write: it does not count one through ``grad.data``.
+        """
+        grad, version = bucket.parameters[slot].grad, bucket.flat._version
         glances = self._glances.get(bucket)
         if glances is None:
-            glances = self._glances[bucket] = _Glances(version - 1, set())
-        glances.valid &= version == glances.version + 1
-        glances.version = version
+            glances = self._glances[bucket] = _Glances(version)
+        # Autograd itself writes to a gradient that is in the bucket already.
+        glances.valid &= version == glances.version + (grad is bucket.views[slot] and bool(glances.slots))
+        plain = grad is not None and grad.layout is torch.strided and grad.is_contiguous() and not grad.is_complex()
+        if plain and grad is not None:
+            glances.square += _square(grad.detach().view(-1))
+        bucket.take(slot)
+        if not plain:
+            glances.square += _square(bucket.part(slot, slot + 1))
+        glances.version = bucket.flat._version
         glances.slots.add(slot)
-        glances.square += _square(bucket.part(slot, slot + 1))
 
     def close(self, bucket: Bucket) -> None:
         """A bucket is about to be filled up with gradients that have not been looked at."""
