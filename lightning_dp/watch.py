@@ -18,7 +18,8 @@ from lightning_dp.health.same_data import SameDataCheck, batch_fingerprint
 from lightning_dp.health.samplers import SamplerFacts, compare_samplers
 from lightning_dp.health.spikes import SpikeRule
 from lightning_dp.reduction.ballot import Reason, Tally, Verdict
-from lightning_dp.reduction.reducer import GradientReducer, Reduction
+from lightning_dp.reduction.outcome import Reduction
+from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import Settings
 

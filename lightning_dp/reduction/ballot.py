@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dp.errors import CountError
+
+MAX_COUNT = 2**40  # of a micro-batch: sums over a window and 32,767 ranks stay within the integers
 _HEADER = 2  # int64 words before the lanes
 _LANES_PER_WORD = 4
 
@@ -112,6 +115,23 @@ class Verdict:
         assert self.reason is not None or self.dropped
         cause = self.reason or Reason.NONFINITE
         return f"{cause.value}{': ' + self.detail if self.detail else ''}"
+
+
+def check_count(count: object, where: str) -> None:
+    """Checks that the count of a micro-batch can be told and added up.
+
+    Args:
+        count: What is to be the count.
+        where: Rank and micro-batch, for the message.
+
+    Raises:
+        CountError: If it is no integer, negative or too large.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
+        raise CountError(
+            f"{where}: the count of a micro-batch must be an integer of at least 0 (and at most {MAX_COUNT:,}),"
+            f" got {count!r}"
+        )
 
 
 def encode(ballot: Ballot, flag: Tensor, rank: int, world_size: int) -> Tensor:

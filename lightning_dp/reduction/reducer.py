@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,47 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dp.errors import CountError, LightningDPError, UnreducedGradientError
-from lightning_dp.insight.timeline import StepTimes, Timeline
+from lightning_dp.errors import LightningDPError, UnreducedGradientError
+from lightning_dp.insight.timeline import Timeline
 from lightning_dp.reduction import ballot as ballots
+from lightning_dp.reduction import sums
 from lightning_dp.reduction.ballot import Ballot, Flag, Reason, Tally, Verdict
 from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.comm_hooks import HookTransport
 from lightning_dp.reduction.config import ReducerConfig
 from lightning_dp.reduction.launcher import Launcher
-from lightning_dp.reduction.nonfinite import LocalCheck, scale_and_check_
+from lightning_dp.reduction.nonfinite import LocalCheck
+from lightning_dp.reduction.outcome import Reduction
 from lightning_dp.reduction.replication import verify_same_structure
 from lightning_dp.reduction.schedule import Schedule
 from lightning_dp.reduction.transport import Transport
 from lightning_dp.reduction.tuning import Forecast
+from lightning_dp.reduction.weighting import Weighting
+from lightning_dp.reduction.window import Window
+from lightning_dp.reduction.window_sum import WindowSum
 from lightning_dp.reduction.wire import Wire
-
-MAX_COUNT = 2**40  # of a micro-batch: sums over a window and 32,767 ranks stay within the ballot's integers
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What one reduction did; equal on all ranks but for ``times``.
-
-    Attributes:
-        verdict: Whether the optimizer steps.
-        tally: Counts and flags of all ranks.
-        carried: Names of parameters whose gradients of an earlier reduction were still there; they have been added.
-        factor: What the summed gradients were multiplied by at the end; 1 with equal counts.
-        messages: All-reduces issued, the ballot included.
-        nbytes: Bytes handed to them.
-        times: When buckets were ready, launched and done.
-        norm: Euclidean norm of the averaged gradients, without earlier ones that were added; 0 if not measured.
-    """
-
-    verdict: Verdict
-    tally: Tally
-    carried: frozenset[str]
-    factor: float
-    messages: int
-    nbytes: int
-    times: StepTimes
-    norm: float = 0.0
 
 
 class GradientReducer:
@@ -85,7 +62,6 @@ class GradientReducer:
         last: The last reduction, ``None`` before the first.
         plan: The bucket plan in force.
         wire: The process group, with counters.
-        reference: Total count and number of micro-batches whose ratio losses are scaled by: those of the last window.
         flags: What this rank says in its next ballot, beside what the reducer finds.
         notes: Its answers to yes-or-no questions, in an order that all ranks share; as many on every rank.
         word: An integer of its own; either all ranks have one or none has. Taken back when the ballot is cast.
@@ -102,30 +78,25 @@ class GradientReducer:
     ) -> None:
         self.config = config or ReducerConfig()
         self.wire = Wire(group)
+        self._weighting = Weighting(self.wire.world_size, averages=self.config.comm_hook is not None)
         self.last: Reduction | None = None
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
         self._all = list(reversed(unique.values()))
         self._ids = frozenset(unique)
         self._handles: dict[Parameter, Any] = {}
         self._named: list[tuple[str, Parameter]] = []
-        self.reference: tuple[int, int] | None = None
         self.flags = Flag.NONE
         self.notes: Sequence[bool] = ()
         self.word: int | None = None
         self._learnt: dict[str, Any] = {}  # in the run that this one resumes
-        # - State of the accumulation window
+        self._window = Window()
         self._sync = True
         self._pass_open = False
         self._discard = False
         self._stray: set[Parameter] = set()
         self._unsynced: set[Parameter] = set()
-        self._averaged = False
+        self._averaged = False  # whether gradients that are still there have been averaged
         self._carry: dict[Tensor, Tensor] = {}
-        self._count = 0
-        self._micro_batches = 0
-        self._labels: list[tuple[str, Tensor | None]] = []
-        self._veto = ""
-        self._resumed: dict[str, Tensor] = {}
         self._set_up()
 
     # ------------------------------------------------------------------------------------------- public
@@ -148,7 +119,12 @@ class GradientReducer:
         if self.reference is None:
             total = torch.tensor([count, 1], dtype=torch.int64, device=self._device)
             self.wire.wait(self.wire.all_reduce(total), "the agreement on the usual count")
-            self._set_reference(*total.tolist())
+            self._weighting.refer_to(*total.tolist())
+
+    @property
+    def reference(self) -> tuple[int, int] | None:
+        """Total count and number of micro-batches whose ratio losses are scaled by: those of the last window."""
+        return self._weighting.reference
 
     @property
     def syncs(self) -> bool:
@@ -158,7 +134,7 @@ class GradientReducer:
     @property
     def window_begins(self) -> bool:
         """Whether the next backward is the first of an accumulation window."""
-        return self._averaged or not self._labels
+        return self._window.begins
 
     def veto(self, reason: str) -> None:
         """Makes all ranks skip the step that the next ballot is about; one rank's veto is enough.
@@ -167,7 +143,7 @@ class GradientReducer:
             reason: For the message, with whatever helps to find the cause.
         """
         self.flags |= Flag.VETO
-        self._veto = reason
+        self._window.veto = reason
 
     @contextmanager
     def backward_pass(
@@ -230,12 +206,6 @@ class GradientReducer:
         """Names of the parameters for which some rank had a gradient."""
         return [name for (name, _), users in zip(self._named, tally.users, strict=True) if users]
 
-    def _norm(self) -> float:
-        """Of the averaged gradients, the same on every rank."""
-        flats = [bucket.flat for bucket in self._launcher.buckets if bucket.flat.numel()]
-        norms = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
-        return float(torch.stack([norm.double() for norm in norms]).norm()) if norms else 0.0
-
     @property
     def has_unreduced(self) -> bool:
         """Whether there are gradients that were accumulated outside of :meth:`backward_pass`."""
@@ -254,7 +224,7 @@ class GradientReducer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`'s result, on every rank, before the first backward."""
-        self.reference = tuple(state["reference"]) if state["reference"] else None
+        self._weighting.reference = tuple(state["reference"]) if state["reference"] else None
         self._learnt = state
         self._set_up()
 
@@ -262,56 +232,22 @@ class GradientReducer:
         """What the accumulation window under way holds so far, summed over the ranks, which take part together.
 
         Returns:
-            Weighted gradients by name, their count and number of micro-batches, what they were weighted by, vetoes, and
-            what is bad about whose gradients; ``None`` between windows.
+            A :class:`WindowSum` as a dictionary; ``None`` between windows.
         """
-        if self._averaged or not self._labels:
+        if self._window.begins:
             return None
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        bad = "" if all(bool(torch.isfinite(grad).all()) for grad in grads) else "a gradient made before the checkpoint"
-        said = self.wire.gather((self._veto, bad))
-        # What is bad is told, and not added: it would spoil the sum, and nobody would know whose it was.
-        mine = [None if bad else p.grad for p in self._parameters]
-        used = torch.tensor([grad is not None for grad in mine], dtype=torch.int64, device=self._device)
-        count = 0 if bad else self._count
-        sums = torch.cat([used, torch.tensor([count, self._micro_batches], device=self._device)])
-        grads = [
-            (torch.zeros_like(p) if grad is None else grad.detach().clone())
-            .to(self._transport.sums_in(p.dtype))
-            .contiguous()
-            for p, grad in zip(self._parameters, mine, strict=True)
-        ]
-        for tensor in (sums, *(torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)):
-            self.wire.wait(self.wire.all_reduce(tensor), "the sum of an accumulation window")
-        self.wire.reset_counters()
-        *users, count, micro_batches = sums.tolist()
-        named = zip(self._named, grads, users, strict=True)
-        by_name = {name: grad.cpu() for (name, _), grad, n in named if n}
-        return {
-            "gradients": by_name,
-            "count": count,
-            "micro_batches": micro_batches,
-            "weight": self._weight(1),
-            "vetoes": [veto for veto, _ in said],
-            "bad": [bad for _, bad in said],
-        }
+        weight = self._weighting.of_loss(1)
+        total = WindowSum.over_ranks(self._window, self._named, weight, self._transport, self.wire, self._device)
+        return total.as_dict()
 
     def resume_window(self, state: dict[str, Any]) -> None:
         """Takes over :meth:`window_state`'s result: one rank goes on with the sum, the others with nothing."""
-        self._labels = [("the batches before the checkpoint", None)]
-        same_ranks = len(state["vetoes"]) == self.wire.world_size
-        for rank, (veto, bad) in enumerate(zip(state["vetoes"], state["bad"], strict=True)):
-            if self.wire.rank == (rank if same_ranks else 0):
-                if veto:
-                    self.veto(veto)
-                if bad:
-                    self._check.blame(bad)
-        holder = state["bad"].index("") if same_ranks and "" in state["bad"] else 0
-        if self.wire.rank == holder:
-            self._count, self._micro_batches = state["count"], state["micro_batches"]
-            # Set when backward begins, as a Trainer zeroes gradients before; the ranks may have been others in number.
-            ratio = self._weight(1) / state.get("weight", self._weight(1))
-            self._resumed = {name: grad * ratio for name, grad in state["gradients"].items()}
+        total, rank, ranks = WindowSum(**state), self.wire.rank, self.wire.world_size
+        self._window = total.part_of(rank, ranks, self._weighting.of_loss(1))
+        if self._window.veto:
+            self.veto(self._window.veto)
+        for bad in total.bad_of(rank, ranks):
+            self._check.blame(bad)
 
     def detach(self) -> None:
         """Removes the hooks. Gradients stay where they are; the reducer is not used after this."""
@@ -354,6 +290,7 @@ class GradientReducer:
         else:
             self._transport = Transport(self.wire, config.reduce_dtype, config.exact_sums)
         self._launcher = Launcher(self.plan, self._named, self._transport, self.wire.rank, check, self._timeline)
+        self._weighting.wide = any(bucket.wide for bucket in self._launcher.buckets)
 
     # ------------------------------------------------------------------------------------------- one backward
 
@@ -361,18 +298,11 @@ class GradientReducer:
         if self._pass_open:
             raise LightningDPError("a backward pass is still open: an earlier one ended in an error, or is nested")
         where = f"rank {self.wire.rank}{', ' + label if label else ''}"
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
-            raise CountError(
-                f"{where}: the count of a micro-batch must be an integer of at least 0 (and at most {MAX_COUNT:,}),"
-                f" got {count!r}"
-            )
+        ballots.check_count(count, where)
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
         self._start_window()
-        for name, parameter in self._named if self._resumed else ():
-            if name in self._resumed:
-                parameter.grad = self._resumed[name].to(parameter.device, self._transport.sums_in(parameter.dtype))
-        self._resumed = {}
+        self._put_resumed()
         if self.has_unreduced:
             raise UnreducedGradientError(
                 f"{where}: there are gradients that were made by loss.backward() outside of the reducer, so each rank"
@@ -382,8 +312,8 @@ class GradientReducer:
         self._pass_open, self._reached = True, False
         self._discard = count == 0
         self._pass_count = count
-        self._labels.append((label, None if loss is None or not count else loss.detach()))
-        self._micro_batches += 1
+        self._window.labels.append((label, None if loss is None or not count else loss.detach()))
+        self._window.micro_batches += 1
         self._timeline.start()
         self._schedule.watch()
         at_once = self.config.overlap and self._sync and not self._discard and not self.config.drop_nonfinite
@@ -391,21 +321,20 @@ class GradientReducer:
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
             self._set_grads([None] * len(self._parameters))
-        return self._weight(count) if count else 1.0
+        return self._weighting.of_loss(count) if count else 1.0
 
-    def _weight(self, count: int) -> float:
-        """The factor for the loss of a micro-batch of this count."""
-        total, micro_batches = self._unit()
-        # The sum over ranks is to be the average; a hook averages by itself.
-        ranks = 1 if self.config.comm_hook is not None else self.wire.world_size
-        return count * micro_batches / (total * ranks)
+    def _put_resumed(self) -> None:
+        """Puts gradients from before a checkpoint in place: no sooner, as a Trainer zeroes gradients before."""
+        resumed, self._window.resumed = self._window.resumed, {}
+        for name, parameter in self._named if resumed else ():
+            if name in resumed:
+                parameter.grad = resumed[name].to(parameter.device, self._transport.sums_in(parameter.dtype))
 
     def _start_window(self) -> None:
         """The first backward after a reduction: sets aside gradients that were not zeroed, and re-plans."""
         if not self._averaged:
             return
         self._averaged = False
-        self._count, self._micro_batches, self._labels = 0, 0, []
         self._check.reset()
         # An averaged gradient is equal on all ranks; summed once more it would be multiplied by their number.
         self._carry = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
@@ -434,7 +363,7 @@ class GradientReducer:
         self._timeline.mark("backward_end")
         self._pass_open = False
         if self._reached:
-            self._count += self._pass_count
+            self._window.count += self._pass_count
         if self._discard:
             self._set_grads(self._held)
             self._held = []
@@ -446,7 +375,7 @@ class GradientReducer:
             self._launcher.prepare_rest()
             if int(self._check.flag()) & Flag.NONFINITE:
                 self._launcher.leave_out()
-                self._count = 0
+                self._window.count = 0
         self._launcher.launch_rest()
         self._finish(divided_by)
 
@@ -458,7 +387,8 @@ class GradientReducer:
 
     def _finish(self, divided_by: int | None) -> None:
         """Casts the ballot, waits, and makes the gradients final."""
-        cast = Ballot(self._count, self._micro_batches, self._launcher.used, self.flags, self.notes, self.word)
+        window = self._window
+        cast = Ballot(window.count, window.micro_batches, self._launcher.used, self.flags, self.notes, self.word)
         message = ballots.encode(cast, self._check.flag(), self.wire.rank, self.wire.world_size)
         if self.config.comm_hook is not None:
             self._launcher.wait()  # a hook may send further messages when its first has arrived
@@ -470,14 +400,14 @@ class GradientReducer:
             message, self.wire.world_size, len(self._parameters), len(self.notes), self.word is not None
         )
         self.flags, self.word = Flag.NONE, None
-        factor = self._final_factor(tally, divided_by)
+        factor = self._weighting.of_sums(tally, divided_by)
         overflow = self._scale(factor, tally)
-        norm = self._norm() if self.config.measure_norm else 0.0
+        norm = sums.norm(self._launcher.buckets) if self.config.measure_norm else 0.0
         carried = frozenset(name for name, p in self._named if p in self._carry) if self._carry else frozenset()
         verdict = self._explain(ballots.decide(tally, overflow, self.config.drop_nonfinite))
-        self._publish(tally)
-        if tally.count:
-            self._set_reference(tally.count, tally.micro_batches)
+        sums.publish(self._launcher.buckets, tally.users, self._carry)
+        self._carry = {}
+        self._weighting.refer_to(tally.count, tally.micro_batches)
         self._schedule.learn()
         self.last = Reduction(
             verdict,
@@ -493,69 +423,22 @@ class GradientReducer:
         self._schedule.tune(self._timeline.gradients, times.backward_end, times.end, self._transport.itemsize)
         self.wire.reset_counters()
         self._unsynced.clear()
-        self._averaged, self._veto = True, ""
-
-    def _unit(self) -> tuple[int, int]:
-        """Total count and number of micro-batches whose ratio losses are scaled by."""
-        total, micro_batches = self.reference or (1, 1)
-        if not any(bucket.wide for bucket in self._launcher.buckets):
-            return total, micro_batches
-        # A narrow gradient is rounded when its loss has been scaled. By a power of two that costs nothing, and a count
-        # of up to 256 is a factor that bf16 holds; what is left is made good in float32.
-        ranks = self.wire.world_size
-        return 1 << max(0, round(math.log2(total * ranks / micro_batches))), ranks
-
-    def _final_factor(self, tally: Tally, divided_by: int | None) -> float:
-        if tally.count == 0:
-            return 1.0
-        total, micro_batches = self._unit()
-        # Integers up to the last division: with equal counts the factor is exactly 1 and costs no pass over memory.
-        if divided_by is None:
-            return (total * tally.micro_batches) / (micro_batches * tally.count)
-        return (total * self.wire.world_size * divided_by) / (micro_batches * tally.count)
+        self._averaged, self._window = True, Window()
 
     def _scale(self, factor: float, tally: Tally) -> bool:
         """Multiplies all buckets; tells whether a sum is not finite, the same on every rank."""
-        found = []
         in_range = not tally.ranks_with(Flag.LARGE) and factor <= LocalCheck.MAX_FACTOR
-        for bucket in self._launcher.buckets:
-            look = not in_range or self._transport.loses_range(bucket.flat.dtype)
-            if self.config.check_nonfinite and look and bucket.flat.numel():
-                found.append(scale_and_check_(bucket.flat, factor))
-                if bucket.wide:
-                    found.append(scale_and_check_(bucket.flat.to(bucket.layout.dtype)))
-            elif factor != 1.0:
-                bucket.flat.mul_(factor)
-        return bool(found) and bool(torch.stack([f.to(self._device) for f in found]).any())
+
+        def looks(dtype: torch.dtype) -> bool:
+            return self.config.check_nonfinite and (not in_range or self._transport.loses_range(dtype))
+
+        return sums.scale_(self._launcher.buckets, factor, looks)
 
     def _explain(self, verdict: Verdict) -> Verdict:
         """Adds what the ranks concerned have to say; a message of its own, which only a spoilt step pays for."""
         ranks = verdict.ranks or verdict.dropped
         if not ranks:
             return verdict
-        mine = self._veto if verdict.reason is Reason.VETO else self._check.description()
-        said = self.wire.gather(f"{mine}, {self._labels_text()}" if self.wire.rank in ranks else "")
+        mine = self._window.veto if verdict.reason is Reason.VETO else self._check.description()
+        said = self.wire.gather(f"{mine}, {self._window.describe()}" if self.wire.rank in ranks else "")
         return replace(verdict, detail="; ".join(f"rank {rank}: {said[rank]}" for rank in ranks))
-
-    def _labels_text(self) -> str:
-        first, last = self._labels[0][0], self._labels[-1][0]
-        losses = [f"{float(loss):.4g}" for _, loss in self._labels if loss is not None]
-        which = first if first == last else f"{first} to {last}"
-        return f"{which}, loss{'es' * (len(losses) > 1)} {', '.join(losses)}" if losses else which
-
-    def _publish(self, tally: Tally) -> None:
-        """Makes each parameter's gradient the view of its bucket, or ``None`` where no rank had one."""
-        for bucket in self._launcher.buckets:
-            carried = [slot for slot, p in enumerate(bucket.parameters) if p in self._carry] if self._carry else []
-            for slot in carried:
-                bucket.views[slot].add_(self._carry[bucket.parameters[slot]])
-            final = bucket.round()
-            # Where this rank had a gradient it is the view already, unless that has been rounded.
-            for slot in range(len(final)) if bucket.wide else (*bucket.missing, *carried):
-                used = slot in carried or tally.users[bucket.layout.indices[slot]] > 0
-                bucket.parameters[slot].grad = final[slot] if used else None
-        self._carry = {}
-
-    def _set_reference(self, count: int, micro_batches: int) -> None:
-        if count:
-            self.reference = (count, micro_batches)
