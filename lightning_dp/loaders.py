@@ -17,7 +17,8 @@ from torchmetrics import Metric
 
 from lightning_dp.data.counts import CountFunction
 from lightning_dp.data.joint import JointLoader, length_of
-from lightning_dp.data.lockstep import LoaderState, LockstepLoader, lockstep
+from lightning_dp.data.loader_state import LoaderState
+from lightning_dp.data.lockstep import LockstepLoader, lockstep
 from lightning_dp.data.padding import PaddingPolicy, sequence_number, without_trace
 from lightning_dp.data.samplers import UnpaddedSampler, is_plain
 from lightning_dp.data.window import WindowCounter, WindowTotals
