@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankFailureError
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dp.errors import ConfigurationError, StructureMismatchError
+from lightning_dp.reduction import GradientReducer, ReducerConfig
 from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
 from lightning_dp.reduction.wire import Wire
 
@@ -246,3 +248,42 @@ def test_the_bits_of_this_test_hold_nan_payloads():
     numbers = bits.view(torch.float32)
     assert torch.isnan(numbers).all() and not torch.equal(numbers, numbers)
     assert elements(numbers) == b"".join(int(b).to_bytes(4, "little", signed=True) for b in bits)
+
+
+# ----------------------------------------------------------------------------------------------- settings
+
+
+def reducer_with(rank: int, configs: list[ReducerConfig], deterministic: int | None = None) -> str:
+    torch.use_deterministic_algorithms(rank == deterministic)
+    try:
+        GradientReducer(nn.Linear(2, 2).named_parameters(), config=configs[rank])
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return ""
+
+
+@pytest.mark.parametrize("value", [{"bucket_cap_mb": 3.0}, {"overlap": False}, {"reduce_dtype": "bf16"}], ids=str)
+def test_other_settings_on_a_rank_are_refused_on_all(pool, value):
+    name, there = next(iter(value.items()))
+    said = pool.run(3, reducer_with, [ReducerConfig(), ReducerConfig(), ReducerConfig(**value)])
+    here = getattr(ReducerConfig(), name)
+    assert (
+        said
+        == [
+            f"settings differ between ranks: rank 2 has {name}={there!r} where rank 0 has {here!r}; give all ranks the same"
+        ]
+        * 3
+    )
+
+
+def test_deterministic_algorithms_on_one_rank_only_are_refused(pool):
+    for said in pool.run(2, reducer_with, [ReducerConfig()] * 2, 1):
+        assert "rank 1 has torch.are_deterministic_algorithms_enabled()=True where rank 0 has False" in said
+
+
+def test_equal_settings_pass(pool):
+    hook = default_hooks.allreduce_hook
+    for config in (ReducerConfig(), ReducerConfig(bucket_cap_mb=3), ReducerConfig(comm_hook=hook, comm_state=object())):
+        assert pool.run(2, reducer_with, [config] * 2) == ["", ""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 import torch
@@ -63,6 +63,16 @@ class ReducerConfig:
                 "exact_sums adds up in float32 what travels in fewer bytes, which reduce_dtype='fp32' does by itself:"
                 " leave exact_sums out"
             )
+
+    @property
+    def to_agree_on(self) -> dict[str, object]:
+        """What must be the same on all ranks, by name."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.startswith("comm_")}
+        return {
+            **plain,
+            "ddp_comm_hook": getattr(self.comm_hook, "__qualname__", self.comm_hook is not None),
+            "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        }
 
     @property
     def cap_mb(self) -> float:

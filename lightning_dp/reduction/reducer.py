@@ -23,7 +23,7 @@ from lightning_dp.reduction.config import ReducerConfig
 from lightning_dp.reduction.launcher import Launcher
 from lightning_dp.reduction.nonfinite import LocalCheck
 from lightning_dp.reduction.outcome import Reduction
-from lightning_dp.reduction.replication import verify_same_structure
+from lightning_dp.reduction.replication import verify_same_settings, verify_same_structure
 from lightning_dp.reduction.schedule import Schedule
 from lightning_dp.reduction.transport import Transport
 from lightning_dp.reduction.tuning import Forecast
@@ -97,6 +97,7 @@ class GradientReducer:
         self._unsynced: set[Parameter] = set()
         self._averaged = False  # whether gradients that are still there have been averaged
         self._carry: dict[Tensor, Tensor] = {}
+        verify_same_settings(self.config.to_agree_on, self.wire)
         self._set_up()
 
     # ------------------------------------------------------------------------------------------- public

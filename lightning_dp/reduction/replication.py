@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 import torch
@@ -42,6 +42,26 @@ def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wir
             f"the model differs between ranks: rank {rank} has '{here}' where rank 0 has '{there}'; build the same"
             " modules, frozen in the same places, on every rank"
         )
+
+
+def verify_same_settings(settings: Mapping[str, object], wire: Wire) -> None:
+    """Checks that all ranks work the same way; with different buckets or dtypes they would wait for each other.
+
+    Args:
+        settings: By name; each is compared by its ``repr``.
+        wire: The ranks to compare with.
+
+    Raises:
+        ConfigurationError: On every rank, naming the first rank and setting that differ from rank 0's.
+    """
+    everyone = wire.gather({name: repr(value) for name, value in settings.items()})
+    for rank, theirs in enumerate(everyone):
+        for name, there in everyone[0].items():
+            if theirs[name] != there:
+                raise ConfigurationError(
+                    f"settings differ between ranks: rank {rank} has {name}={theirs[name]} where rank 0 has {there};"
+                    " give all ranks the same"
+                )
 
 
 def _describe(name: str, tensor: Tensor) -> str:
