@@ -21,7 +21,7 @@ from lightning_dp.errors import LightningDPError
 from lightning_dp.launch import refuse_other_world
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
-from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
+from lightning_dp.reduction.replication import make_replicas, replicated
 from lightning_dp.reduction.wire import Wire
 from lightning_dp.settings import Settings, check_keywords, register
 from lightning_dp.step_guard import Advice, StepGuard
@@ -191,10 +191,7 @@ class BucketedDDPStrategy(DDPStrategy):
         Raises:
             StructureMismatchError: If ranks pass different modules.
         """
-        wire = Wire()
-        named = _replicated(module, [*module.named_parameters(), *module.named_buffers()])
-        verify_same_structure(named, wire)
-        broadcast_from_rank_zero((tensor for _, tensor in named), wire)
+        make_replicas(module, Wire())
         if module not in self._modules:
             self._modules.append(module)
         if self._reducer is not None:
@@ -209,7 +206,7 @@ class BucketedDDPStrategy(DDPStrategy):
         return [
             (f"module {number}: {name}" if several else name, parameter)
             for number, module in enumerate(self._modules)
-            for name, parameter in _replicated(module, list(module.named_parameters()))
+            for name, parameter in replicated(module, module.named_parameters())
         ]
 
     # ------------------------------------------------------------------------------------------- one step
@@ -299,12 +296,6 @@ class _SyncControl:
         """Inside it gradients accumulate and nothing is sent."""
         reducer = self._strategy.reducer
         return reducer.no_sync() if enabled and reducer is not None else nullcontext()
-
-
-def _replicated(module: Module, named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Without those that the module wants left alone on each rank, by torch DDP's convention."""
-    ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
 BucketedDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
+
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_dp.data.counts import CountFunction, resolve_count
 from lightning_dp.data.padding import UNEVEN_POLICIES
@@ -141,6 +144,38 @@ class Settings:
             comm_state=self.comm_state,
             measure_norm=self.spike_factor is not None,
         )
+
+
+def refuse_unsuitable(
+    settings: Settings, training_step: Callable[..., Any], optimizers: Sequence[Optimizer], has_scaler: bool
+) -> None:
+    """Refuses what cannot be trained, or not with these settings.
+
+    Args:
+        settings: What the user chose.
+        training_step: The module's.
+        optimizers: The module's.
+        has_scaler: Whether a GradScaler scales its loss.
+
+    Raises:
+        ConfigurationError: For the first such thing.
+    """
+    if "dataloader_iter" in inspect.signature(training_step).parameters:
+        raise ConfigurationError(
+            "training_step(dataloader_iter) fetches its batches itself, so nobody can count them or keep ranks in"
+            " step; take a batch instead: training_step(batch, batch_idx)"
+        )
+    if settings.nonfinite == "drop_rank" and has_scaler:
+        raise ConfigurationError(
+            "nonfinite='drop_rank' cannot be used with a GradScaler, to which an overflow on any rank says that its"
+            " scale is too high; use nonfinite='skip', or precision='bf16-mixed'"
+        )
+    if settings.spike_factor is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ConfigurationError(
+            "spike_factor cannot be used with LBFGS, whose line search tries points at which gradients are large"
+        )
+    if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
+        raise ConfigurationError("SparseAdam needs sparse gradients, which are made dense here; use Adam")
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -21,15 +21,12 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer
 
 from lightning_dp.arrival import meet
+from lightning_dp.checkpoint import RunParts
 from lightning_dp.data.counts import CountFunction, as_count
-from lightning_dp.errors import (
-    ConfigurationError,
-    CountWarning,
-    LightningDPError,
-)
+from lightning_dp.errors import ConfigurationError, CountWarning, LightningDPError
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
 from lightning_dp.launch import ProgramLauncher, refuse_other_world
@@ -38,14 +35,20 @@ from lightning_dp.progress import Progress
 from lightning_dp.reduction.ballot import Flag
 from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.reducer import GradientReducer
-from lightning_dp.reduction.replication import broadcast_from_rank_zero, verify_same_structure
+from lightning_dp.reduction.replication import ignored_names, make_replicas, replicated
 from lightning_dp.reduction.wire import Wire
-from lightning_dp.settings import BASE_ARGUMENTS, HOOK_ARGUMENTS, INHERENT_ARGUMENTS, Settings, check_keywords, register
+from lightning_dp.settings import (
+    BASE_ARGUMENTS,
+    HOOK_ARGUMENTS,
+    INHERENT_ARGUMENTS,
+    Settings,
+    check_keywords,
+    refuse_unsuitable,
+    register,
+)
 from lightning_dp.step_guard import Advice, StepGuard
 from lightning_dp.watch import Watch, grad_scale
 
-CHECKPOINT_KEY = "lightning_dp"
-CHECKPOINT_VERSION = 1
 ADVICE = Advice(
     unknown="are none of the module's parameters as fit found them, so their gradients are not averaged; register them"
     " in the module (in __init__ or configure_model) before fit",
@@ -186,7 +189,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._predicted_exposed: float | None = None
         self._guard: StepGuard | None = None
         self._reducer: GradientReducer | None = None
-        self._reducer_state: dict[str, Any] | None = None
+        self._former_reducer: dict[str, Any] | None = None
         self._loaders: TrainerLoaders | None = None
         self._watch: Watch | None = None
         self._steps_pending = False  # gradients are final and no optimizer has stepped on them
@@ -333,18 +336,8 @@ class BucketedDDPStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Makes replicas: the same structure is checked on all ranks, then rank 0's values are sent."""
-        model = self.model
-        assert model is not None
-        wire = Wire()
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        ignored = self._ignored()
-        named = [(name, tensor) for name, tensor in tensors if name not in ignored]
-        verify_same_structure(named, wire)
-        broadcast_from_rank_zero((tensor for _, tensor in named), wire)
-
-    def _ignored(self) -> frozenset[str]:
-        """Names that the module wants left alone on each rank, by torch DDP's convention."""
-        return frozenset(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
+        assert self.model is not None
+        make_replicas(self.model, Wire())
 
     def setup(self, trainer: Trainer) -> None:
         """Sets the model up; when fitting, attaches the reducer."""
@@ -366,27 +359,12 @@ class BucketedDDPStrategy(DDPStrategy):
             warnings.simplefilter("ignore", CountWarning)  # said once, by rank 0
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise ConfigurationError(
-                "training_step(dataloader_iter) fetches its batches itself, so nobody can count them or keep ranks in"
-                " step; take a batch instead: training_step(batch, batch_idx)"
-            )
-        if self._settings.reducer.drop_nonfinite and getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigurationError(
-                "nonfinite='drop_rank' cannot be used with a GradScaler, to which an overflow on any rank says that its"
-                " scale is too high; use nonfinite='skip', or precision='bf16-mixed'"
-            )
-        if self._settings.spike_factor is not None and any(isinstance(o, LBFGS) for o in self.optimizers):
-            raise ConfigurationError(
-                "spike_factor cannot be used with LBFGS, whose line search tries points at which gradients are large"
-            )
-        if any(isinstance(optimizer, SparseAdam) for optimizer in self.optimizers):
-            raise ConfigurationError("SparseAdam needs sparse gradients, which are made dense here; use Adam")
+        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+        refuse_unsuitable(self._settings, module.training_step, self.optimizers, has_scaler)
         if self._ddp_kwargs:
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
-        ignored = self._ignored()
-        named = [(name, p) for name, p in self.model.named_parameters() if name not in ignored]
+        named = replicated(self.model, self.model.named_parameters())
         self._reducer = GradientReducer(named, config=self._settings.reducer)
         self._guard = StepGuard(self._reducer, ADVICE)
         self._stop, self._steps_pending = (), False
@@ -396,7 +374,7 @@ class BucketedDDPStrategy(DDPStrategy):
             self._reducer,
             Wire(),
             self._settings,
-            ignored,
+            ignored_names(self.model),
             expects_equal_data=bool(getattr(trainer, "overfit_batches", 0)),
         )
         self._loaders.on_training_loader = self._compare_samplers
@@ -427,7 +405,7 @@ class BucketedDDPStrategy(DDPStrategy):
         self._watch = self._guard = None
         if self._reducer is not None:
             self._reducer.detach()
-            self._reducer_state = self._reducer.state_dict()  # for a checkpoint saved after fit
+            self._former_reducer = self._reducer.state_dict()  # for a checkpoint saved after fit
             self._reducer = None
         module = self.lightning_module
         if module is not None and module._trainer is not None:
@@ -648,43 +626,27 @@ class BucketedDDPStrategy(DDPStrategy):
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Adds what a resumed run needs; plain numbers and strings, the same on every rank."""
-        reducer_state = self._reducer.state_dict() if self._reducer is not None else self._reducer_state
-        if reducer_state is not None:
+        """Adds what a resumed run needs, the same on every rank, if there was any training."""
+        learnt = self._reducer.state_dict() if self._reducer is not None else self._former_reducer
+        if learnt is not None:
             module = self.lightning_module
             # After an exception this rank may be alone.
             alone = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-            if self._watch is not None and not alone:
-                self._watch.check_replicas(self._progress.attempted)
-            checkpoint[CHECKPOINT_KEY] = {
-                "version": CHECKPOINT_VERSION,
-                "progress": self._progress.state_dict(),
-                "reducer": reducer_state,
-                "loaders": self._loaders.state(alone) if self._loaders is not None else [],
-                "watch": self._watch.state_dict() if self._watch is not None else None,
-                "metrics": _metrics(module),
-                "window": self._reducer.window_state() if self._reducer is not None and not alone else None,
-            }
+            self._parts.save(checkpoint, learnt, _metrics(module), alone)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizers and, as this is reached only when fitting goes on, this strategy's own state."""
         super().load_optimizer_state_dict(checkpoint)
-        state = checkpoint.get(CHECKPOINT_KEY)
-        if state is None or self._reducer is None:
-            return
-        self._progress.load_state_dict(state["progress"])
-        self._reducer.load_state_dict(state["reducer"])
-        if self._watch is not None and state.get("watch") is not None:
-            self._watch.load_state_dict(state["watch"])
-        if state.get("metrics") is not None:
+        metrics = self._parts.load(checkpoint)
+        if metrics is not None:
             assert self.lightning_module is not None
-            self.lightning_module.trainer.callback_metrics.update(state["metrics"])
+            self.lightning_module.trainer.callback_metrics.update(metrics)
             self._has_metrics = True
-        if state.get("window") is not None:
-            self._reducer.resume_window(state["window"])
-        if self._loaders is not None:
-            self._loaders.restore(state["loaders"])
+
+    @property
+    def _parts(self) -> RunParts:
+        return RunParts(self._progress, self._reducer, self._loaders, self._watch)
 
     # ------------------------------------------------------------------------------------------- bookkeeping
 

@@ -21,6 +21,7 @@ ROWS = [
         "progress",
         "loaders",
         "watch",
+        "checkpoint",
         "step_guard",
         "other_namespaces",
         "hydra_job",

@@ -5,13 +5,44 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_dp.errors import ConfigurationError, StructureMismatchError
 from lightning_dp.reduction.wire import Wire
+
+T = TypeVar("T", bound=Tensor)
+
+
+def make_replicas(module: Module, wire: Wire) -> None:
+    """Makes every rank's module a replica of rank 0's.
+
+    Args:
+        module: This rank's module.
+        wire: The ranks.
+
+    Raises:
+        ConfigurationError: If a part of it is a lazy module that has not seen a batch yet.
+        StructureMismatchError: On every rank, if their modules differ in structure.
+    """
+    named = replicated(module, (*module.named_parameters(), *module.named_buffers()))
+    verify_same_structure(named, wire)
+    broadcast_from_rank_zero((tensor for _, tensor in named), wire)
+
+
+def replicated(module: Module, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Those of a module's tensors that are to be the same on all ranks."""
+    ignored = ignored_names(module)
+    return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
+def ignored_names(module: Module) -> frozenset[str]:
+    """Names that a module wants left alone on each rank, by torch DDP's convention."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def verify_same_structure(named_tensors: Iterable[tuple[str, Tensor]], wire: Wire) -> None:
