@@ -269,13 +269,8 @@ def test_other_settings_on_a_rank_are_refused_on_all(pool, value):
     name, there = next(iter(value.items()))
     said = pool.run(3, reducer_with, [ReducerConfig(), ReducerConfig(), ReducerConfig(**value)])
     here = getattr(ReducerConfig(), name)
-    assert (
-        said
-        == [
-            f"settings differ between ranks: rank 2 has {name}={there!r} where rank 0 has {here!r}; give all ranks the same"
-        ]
-        * 3
-    )
+    differ = f"settings differ between ranks: rank 2 has {name}={there!r} where rank 0 has {here!r}"
+    assert said == [f"{differ}; give all ranks the same"] * 3
 
 
 def test_deterministic_algorithms_on_one_rank_only_are_refused(pool):
