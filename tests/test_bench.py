@@ -370,7 +370,8 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert rows["bucketed_25"]["messages"] == 2
     assert all(rows[name]["messages"] < 10 for name in ours)  # measuring is over
     assert [name for name in rows if rows[name]["predicted_exposed"] is not None] == [ours[0], *ours[2:]]
-    assert rows["bucketed"]["held"] < rows["bucketed"]["peak"] < 40 * gradient_bytes
+    # What measures the link leaves buffers with the transport's threads, once in a process.
+    assert rows["bucketed_25"]["held"] < rows["bucketed_25"]["peak"] < 40 * gradient_bytes
     assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)
 
 

@@ -897,11 +897,16 @@ def test_a_gradient_may_be_given_other_memory(pool: RankPool, how: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def stray_then_pass(rank: int) -> list[str]:
+def stray_then_pass(rank: int, before: str) -> list[str]:
     model = mlp()
     reducer = GradientReducer(model.named_parameters())
     said = []
     for zeroed in (False, True):
+        if before:
+            model.zero_grad()
+            reducer.backward(mean_loss(model, rows(0, rank, 0, 2)), count=2)
+        if before == "a reduction, zeroed":
+            model.zero_grad()
         mean_loss(model, rows(0, rank, 0, 2)).backward()
         if zeroed:
             model.zero_grad()
@@ -913,8 +918,9 @@ def stray_then_pass(rank: int) -> list[str]:
     return said
 
 
-def test_gradients_made_outside_are_refused_unless_they_were_zeroed(pool: RankPool) -> None:
-    for rank, (kept, zeroed) in enumerate(pool.run(2, stray_then_pass)):
+@pytest.mark.parametrize("before", ["", "a reduction, zeroed", "a reduction"])
+def test_gradients_made_outside_are_refused_unless_they_were_zeroed(pool: RankPool, before: str) -> None:
+    for rank, (kept, zeroed) in enumerate(pool.run(2, stray_then_pass, before)):
         assert kept.startswith(f"rank {rank}, batch 3: there are gradients that were made by loss.backward() outside")
         assert zeroed == ""
 

@@ -821,7 +821,6 @@ def test_flags_for_what_is_always_so_are_accepted(flag: str) -> None:
             "bucketed_ddp has no argument 'bucket_cap'; its own are bucket_cap_mb",
         ),
         ({"ddp_comm_hook": print, "reduce_dtype": "bf16"}, "ddp_comm_hook decides what travels"),
-        ({"ddp_comm_hook": print, "bucket_cap_mb": "auto"}, "ddp_comm_hook decides what travels"),
         ({"model_averaging_period": 2}, "model_averaging_period cannot be used with bucketed_ddp: replicas are"),
         ({"broadcast_buffers": "always"}, "broadcast_buffers='always' is not known: use one of step, eval, off"),
         ({"same_data": "ignore"}, "same_data='ignore' is not known: use one of off, warn, raise"),

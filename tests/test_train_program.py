@@ -127,7 +127,8 @@ def test_the_table_has_each_row_once_and_its_figures_are_right(default_run: tupl
     assert formula == pytest.approx(2 * (2 - 1) / 2 * GRADIENT_KIB, abs=0.1)
     # The ballot comes on top; it is to be small.
     assert formula <= sent <= 1.001 * formula
-    exposed = re.fullmatch(r"([\d.]+) ms a step \(backward ([\d.]+) ms\)", table["exposed communication"])
+    figures = r"([\d.]+) ms a step \(backward ([\d.]+) ms, predicted [\d.]+ ms\)"
+    exposed = re.fullmatch(figures, table["exposed communication"])
     assert exposed
     assert float(exposed[2]) > 0
 

@@ -302,14 +302,14 @@ class GradientReducer:
         ballots.check_count(count, where)
         if any(p.requires_grad for p in self._unhooked):
             self._set_up()
-        self._start_window()
-        self._put_resumed()
-        if self.has_unreduced:
+        if self.has_unreduced:  # asked before averaged gradients are set aside, among which they would pass
             raise UnreducedGradientError(
                 f"{where}: there are gradients that were made by loss.backward() outside of the reducer, so each rank"
                 " has its own; make them inside or zero them"
             )
         self._stray.clear()
+        self._start_window()
+        self._put_resumed()
         self._pass_open, self._reached = True, False
         self._discard = count == 0
         self._pass_count = count
