@@ -333,6 +333,23 @@ def test_callbacks_and_metrics_tell_of_skipped_steps_on_every_rank(pool: RankPoo
         assert metrics["dp/exposed_seconds"] >= 0
 
 
+def fit_and_predict(rank: int, cap: float | str) -> tuple[float | None, float | None]:
+    strategy = BucketedDDPStrategy(bucket_cap_mb=cap)
+    trainer = trainer_of(strategy, 2, max_epochs=3, callbacks=[DataParallelMonitor()])
+    trainer.fit(Module(), loader(first_ranks(2), rank))
+    logged = trainer.callback_metrics.get("dp/predicted_exposed_seconds")
+    return None if logged is None else float(logged), strategy.report().predicted_exposed_seconds
+
+
+def test_what_the_plan_was_predicted_to_leave_is_logged_and_reported(pool: RankPool) -> None:
+    by_rank = pool.run(2, fit_and_predict, "auto")
+    assert by_rank[0] == by_rank[1]
+    logged, reported = by_rank[0]
+    assert reported is not None
+    assert logged == pytest.approx(reported, rel=1e-6)
+    assert pool.run(2, fit_and_predict, 25.0) == [(None, None)] * 2  # nothing was predicted
+
+
 class Save(Callback):
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step = path, step
