@@ -11,6 +11,27 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_dp.cluster.start import is_torchrun, slurm_hosts
 from lightning_dp.health.preflight import Meeting, Place, preflight, versions
 from lightning_dp.hydra_job import configuration_fingerprint
+from lightning_dp.launch import refuse_other_world
+
+
+def arrive(environment: ClusterEnvironment | None, devices: int, nodes: int, limit: float | None, on_gpu: bool) -> None:
+    """What a strategy does before its process group is made: refuses a wrong start, and meets the other ranks.
+
+    Args:
+        environment: Lightning's view of the ranks, which knows this process's by now.
+        devices: Ranks that the trainer wants on each node.
+        nodes: Nodes that the trainer wants.
+        limit: Seconds that rank 0 waits for the last rank; ``None`` meets nobody.
+        on_gpu: Whether NCCL will be used.
+
+    Raises:
+        ConfigurationError: If the ranks were started in another way, or number, than is wanted.
+        PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
+    """
+    assert environment is not None
+    refuse_other_world(environment, devices, nodes)
+    if limit is not None:
+        meet(environment, limit, on_gpu)
 
 
 def meet(environment: ClusterEnvironment, limit: float, on_gpu: bool) -> Meeting | None:

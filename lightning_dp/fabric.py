@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 
-from lightning_dp.arrival import meet
+from lightning_dp.arrival import arrive
 from lightning_dp.data.counts import as_count
 from lightning_dp.errors import LightningDPError
-from lightning_dp.launch import refuse_other_world
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.reducer import GradientReducer
 from lightning_dp.reduction.replication import make_replicas, replicated
@@ -178,11 +177,8 @@ class BucketedDDPStrategy(DDPStrategy):
             PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
         """
         self._set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        refuse_other_world(environment, self.num_processes, self.num_nodes)
-        if self._settings.preflight is not None:
-            meet(environment, self._settings.preflight, on_gpu=self.root_device.type == "cuda")
+        on_gpu = self.root_device.type == "cuda"
+        arrive(self.cluster_environment, self.num_processes, self.num_nodes, self._settings.preflight, on_gpu)
         super()._setup_distributed()
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.optim import LBFGS, Optimizer
 
-from lightning_dp.arrival import meet
+from lightning_dp.arrival import arrive
 from lightning_dp.checkpoint import RunParts
 from lightning_dp.data.counts import CountFunction, as_count
 from lightning_dp.errors import ConfigurationError, CountWarning, LightningDPError
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
-from lightning_dp.launch import ProgramLauncher, refuse_other_world
+from lightning_dp.launch import ProgramLauncher
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
 from lightning_dp.reduction.ballot import Flag
@@ -390,11 +390,8 @@ class BucketedDDPStrategy(DDPStrategy):
             PreflightError: On all ranks that are there: if ranks are missing, differ or cannot be reached.
         """
         self.set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        refuse_other_world(environment, self.num_processes, self.num_nodes)
-        if self._settings.preflight is not None:
-            meet(environment, self._settings.preflight, on_gpu=self.root_device.type == "cuda")
+        on_gpu = self.root_device.type == "cuda"
+        arrive(self.cluster_environment, self.num_processes, self.num_nodes, self._settings.preflight, on_gpu)
         super().setup_distributed()
         on_host = not dist.is_initialized() or self._process_group_backend == "gloo"
         self._control = Wire(None if on_host else dist.new_group(backend="gloo", timeout=self._timeout))

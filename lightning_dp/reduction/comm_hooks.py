@@ -67,14 +67,12 @@ class HookTransport(Transport):
         state: Handed to the hook.
     """
 
+    LOSES_RANGE = True  # for all that is known of a hook
+
     def __init__(self, wire: Wire, hook: Hook, state: Any) -> None:
         super().__init__(wire)
         self._hook, self._state = hook, state
         self._under_way: HookTransfer | None = None
-
-    def loses_range(self, dtype: Any) -> bool:
-        """Whether a finite number may come out as Inf: with an unknown hook, always."""
-        return True
 
     def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
         """Hands a filled bucket to the hook; all ranks do so in the same order."""

@@ -46,6 +46,13 @@ def _square(flat: Tensor) -> float:
     return float(torch.dot(flat, flat))
 
 
+def _as_run(grad: Tensor | None) -> Tensor | None:
+    """A gradient as one run of real numbers, if it lies in memory so."""
+    if grad is None or grad.layout is not torch.strided or grad.is_complex() or not grad.is_contiguous():
+        return None
+    return grad.detach().view(-1)
+
+
 @dataclass
 class _Glances:
     """What has been seen of a bucket by looking at gradients one by one, when each had just been made.
@@ -113,12 +120,10 @@ class LocalCheck:
             glances = self._glances[bucket] = _Glances(version)
         # Autograd itself writes to a gradient that is in the bucket already.
         glances.valid &= version == glances.version + (grad is bucket.views[slot] and bool(glances.slots))
-        plain = grad is not None and grad.layout is torch.strided and grad.is_contiguous() and not grad.is_complex()
-        if plain and grad is not None:
-            glances.square += _square(grad.detach().view(-1))
+        run = _as_run(grad)
+        square = None if run is None else _square(run)
         bucket.take(slot)
-        if not plain:
-            glances.square += _square(bucket.part(slot, slot + 1))
+        glances.square += _square(bucket.part(slot, slot + 1)) if square is None else square
         glances.version = bucket.flat._version
         glances.slots.add(slot)
 

@@ -429,10 +429,7 @@ class GradientReducer:
     def _scale(self, factor: float, tally: Tally) -> bool:
         """Multiplies all buckets; tells whether a sum is not finite, the same on every rank."""
         in_range = not tally.ranks_with(Flag.LARGE) and factor <= LocalCheck.MAX_FACTOR
-
-        def looks(dtype: torch.dtype) -> bool:
-            return self.config.check_nonfinite and (not in_range or self._transport.loses_range(dtype))
-
+        looks = self.config.check_nonfinite and (not in_range or self._transport.LOSES_RANGE)
         return sums.scale_(self._launcher.buckets, factor, looks)
 
     def _explain(self, verdict: Verdict) -> Verdict:

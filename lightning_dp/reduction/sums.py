@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,20 +11,20 @@ from lightning_dp.reduction.buckets import Bucket
 from lightning_dp.reduction.nonfinite import scale_and_check_
 
 
-def scale_(buckets: Sequence[Bucket], factor: float, looks: Callable[[torch.dtype], bool]) -> bool:
+def scale_(buckets: Sequence[Bucket], factor: float, looks: bool) -> bool:
     """Multiplies the sums in place.
 
     Args:
         buckets: Buckets with the same sums on every rank.
         factor: What they are multiplied by.
-        looks: Whether sums of a dtype are looked at.
+        looks: Whether sums are looked at.
 
     Returns:
-        Whether one that was looked at is not finite, then or as it is rounded in the end; the same on every rank.
+        Whether one is not finite, if they were looked at, then or as it is rounded in the end; the same on every rank.
     """
     found: list[Tensor] = []
     for bucket in buckets:
-        if bucket.flat.numel() and looks(bucket.flat.dtype):
+        if looks and bucket.flat.numel():
             found.append(scale_and_check_(bucket.flat, factor))
             if bucket.wide:
                 found.append(scale_and_check_(bucket.flat.to(bucket.layout.dtype)))

@@ -66,6 +66,8 @@ class Transport:
     # Buckets that wait for their next message when a later one starts. It must be sent at the same point of the
     # sequence on all ranks, so it waits until so many later buckets have started.
     LAG = 2
+    # Whether finite numbers, none of them LARGE, may come out as Inf: no, as they are scaled to fit.
+    LOSES_RANGE = False
 
     def __init__(self, wire: Wire, reduce_dtype: str | None = None, exact_sums: bool = False) -> None:
         self._wire = wire
@@ -82,10 +84,6 @@ class Transport:
         """Whether buckets of this dtype travel in a narrower one."""
         wide = dtype in (torch.float32, torch.float64)
         return self._dtype is not None and wide and self._dtype.itemsize < dtype.itemsize and self._wire.world_size > 1
-
-    def loses_range(self, dtype: torch.dtype) -> bool:
-        """Whether finite numbers, none of them LARGE, may come out as Inf: never, as they are scaled to fit."""
-        return False
 
     def itemsize(self, dtype: torch.dtype) -> int:
         """Bytes that an element of a gradient of this dtype takes on the wire."""
