@@ -1,7 +1,8 @@
-"""All ranks of a run meet before Lightning makes the process group."""
+"""All ranks of a run meet before Lightning makes the process group, and leave it before their programs end."""
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch.distributed as dist
@@ -11,11 +12,13 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_dp.cluster.start import is_torchrun, slurm_hosts
 from lightning_dp.health.preflight import Meeting, Place, preflight, versions
 from lightning_dp.hydra_job import configuration_fingerprint
-from lightning_dp.launch import refuse_other_world
+from lightning_dp.launch import leave_group, refuse_other_world
 
 
 def arrive(environment: ClusterEnvironment | None, devices: int, nodes: int, limit: float | None, on_gpu: bool) -> None:
     """What a strategy does before its process group is made: refuses a wrong start, and meets the other ranks.
+
+    When the program ends, the group is taken down.
 
     Args:
         environment: Lightning's view of the ranks, which knows this process's by now.
@@ -32,6 +35,8 @@ def arrive(environment: ClusterEnvironment | None, devices: int, nodes: int, lim
     refuse_other_world(environment, devices, nodes)
     if limit is not None:
         meet(environment, limit, on_gpu)
+    atexit.unregister(leave_group)
+    atexit.register(leave_group)
 
 
 def meet(environment: ClusterEnvironment, limit: float, on_gpu: bool) -> Meeting | None:

@@ -89,13 +89,22 @@ def leave_earlier_job() -> None:
     owner = json.loads(os.environ.get(OWNER, "{}"))
     if not owner or owner["job"] == job_name() or os.environ.get("LOCAL_RANK") != "0":
         return
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()
     for name, value in {**owner["before"], OWNER: None}.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def leave_group() -> None:
+    """Takes the process group down, if there is one.
+
+    Done before the interpreter shuts down: gloo's threads let go of a message's tensors only after whoever waits for it
+    is told, and need the interpreter for it. A thread that is late would end the program with SIGABRT.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _command(rank: int) -> tuple[Sequence[str], str | None]:

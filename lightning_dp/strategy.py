@@ -400,6 +400,7 @@ class BucketedDDPStrategy(DDPStrategy):
         """Removes the hooks and what was put into Lightning's loops."""
         self._remove_loaders()
         self._watch = self._guard = None
+        self._control = Wire()  # a group that is held outlives the end of the process group
         if self._reducer is not None:
             self._reducer.detach()
             self._former_reducer = self._reducer.state_dict()  # for a checkpoint saved after fit

@@ -37,7 +37,12 @@ LO = {"GLOO_SOCKET_IFNAME": "lo"}
 @pytest.fixture
 def place() -> Place:
     """Rank 0 of three, with a port whose neighbours are free."""
-    return Place(0, 3, HERE, free_port(), "this run", hosts=("a", "a", "b"))
+    while True:
+        port = free_port()
+        with ExitStack() as stack, contextlib.suppress(OSError):
+            for neighbour in range(port + 1, port + 1 + module.PORTS):
+                stack.enter_context(network.listen("", neighbour))
+            return Place(0, 3, HERE, port, "this run", hosts=("a", "a", "b"))
 
 
 def meet(places: Sequence[Place], limit: float = 10, **others: Any) -> tuple[list[Meeting | str], float]:
@@ -187,6 +192,13 @@ def test_without_rank_0_the_others_say_where_they_looked(place: Place) -> None:
     for rank, message in zip((1, 2), found, strict=True):
         assert f"rank {rank} on {socket.gethostname()} did not find rank 0 at 127.0.0.1" in str(message)
         assert "Connection refused" in str(message)
+
+
+def test_without_rank_0_a_silent_stranger_does_not_keep_the_others_beyond_their_limit(place: Place) -> None:
+    with socket.create_server((HERE, place.port + 1)):
+        found, seconds = meet(ranks(place, 1, 2), limit=1)
+    assert seconds < 3
+    assert all("did not find rank 0" in str(message) for message in found), found
 
 
 def test_other_versions_are_named_with_their_ranks(place: Place) -> None:

@@ -213,10 +213,11 @@ def _find_rank_zero(place: Place, address: str, card: Card, deadline: float) -> 
     for port in cycle(ports):
         if time.monotonic() > deadline:
             break
-        talk, failure = connect(address, port, PATIENCE)
+        patience = min(PATIENCE, max(PAUSE, deadline - time.monotonic()))
+        talk, failure = connect(address, port, patience)
         if talk is not None:
             talk.send({"run": place.run, "card": asdict(card)})
-            welcome = talk.receive(time.monotonic() + PATIENCE) or {}
+            welcome = talk.receive(time.monotonic() + patience) or {}
             if welcome.get("run") == place.run and talk.send({"run": place.run}):
                 return talk, welcome["waits"], ""
             talk.close()

@@ -1,0 +1,73 @@
+"""At the end of a program no thread of the process group is left that could need an interpreter that is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads under /proc")
+
+BEGINNING = """
+import atexit
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {tests!r})
+
+
+def tell() -> None:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print(len([name for name in names if "gloo_runloop" in name]), "left", flush=True)
+
+
+atexit.register(tell)  # what is registered later is called before
+"""
+
+FABRIC = """
+from lightning.fabric import Fabric
+from test_fabric import *
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy={name!r})
+fabric.launch()
+model, optimizer = fabric.setup(*(lambda model: (model, optimizer_of("sgd", model.parameters())))(net()))
+for index in range(3):
+    fabric.backward(loss_of(model, samples(index, fabric.global_rank, 2)))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+TRAINER = """
+from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_dp
+
+model = BoringModel()
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy={name!r}, max_steps=3, limit_val_batches=1, **quiet)
+trainer.fit(model)
+trainer.test(model)
+"""
+
+
+def threads_left(tmp_path: Path, rest: str, name: str) -> list[str]:
+    """What each rank of a program counted at its end."""
+    script = tmp_path / "script.py"
+    script.write_text((BEGINNING + rest).format(tests=str(Path(__file__).parent), name=name))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.endswith(" left")]
+
+
+@pytest.mark.parametrize("rest", [FABRIC, TRAINER], ids=["fabric", "trainer"])
+def test_no_thread_of_the_process_group_is_left(tmp_path: Path, rest: str) -> None:
+    assert threads_left(tmp_path, rest, "bucketed_ddp") == ["0 left"] * 2
+
+
+def test_the_count_sees_threads_that_are_left(tmp_path: Path) -> None:
+    counts = threads_left(tmp_path, TRAINER, "ddp")
+    assert len(counts) == 2
+    assert "0 left" not in counts
