@@ -32,6 +32,7 @@ from lightning_dp.bench.results import Quartiles, limit_of, load_results, result
 from lightning_dp.bench.workloads import MLP, Workload
 from lightning_dp.config import config_directory
 from lightning_dp.errors import ConfigurationError
+from lightning_dp.reduction.transport_threads import TransportThreads
 
 CONF = config_directory() / "bench"
 WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
@@ -73,6 +74,7 @@ CONTENDERS: dict[str, Any] = {
     "reduce_after": ReduceAfter,
     "stock": StockDDP,
     "stock_views": partial(StockDDP, bucket_cap_mb=0.001, gradient_as_bucket_view=True),
+    "stock_in_batches": partial(StockDDP, in_batches=True),
     "bucketed": Bucketed,
     "bucketed_25": partial(Bucketed, bucket_cap_mb=25),
     "bucketed_small": partial(Bucketed, bucket_cap_mb=0.001, first_bucket_cap_mb=0.0005),
@@ -105,6 +107,22 @@ def test_a_contender_takes_the_step_of_one_device(name: str, pool: RankPool) -> 
     right = steps(alone, batch, 8)
     for mine in pool.run(2, three_steps, name):
         assert mine == pytest.approx(right, rel=1e-12, abs=1e-15)
+
+
+def policies_in_backward(rank: int, in_batches: bool) -> set[int]:
+    contender, threads = made(partial(StockDDP, in_batches=in_batches)), TransportThreads()
+    seen: set[int] = set()
+    next(contender.workload.parameters()).register_hook(
+        lambda _: seen.update(os.sched_getscheduler(thread) for thread in threads.ids)
+    )
+    steps(contender, contender.workload.make_batch(seed=rank).double(), 4)  # type: ignore[operator]
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has such policies")
+def test_stock_leaves_the_transports_threads_alone_unless_it_is_told(pool: RankPool) -> None:
+    assert pool.run(2, policies_in_backward, False) == [{os.SCHED_OTHER}] * 2
+    assert pool.run(2, policies_in_backward, True) == [{os.SCHED_BATCH}] * 2
 
 
 def test_without_communication_ranks_part_ways(pool: RankPool) -> None:
@@ -359,7 +377,7 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
     ours = ["bucketed", "bucketed_25", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_unchecked"]
-    assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_25", *ours]
+    assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_4_in_batches", "stock_25", *ours]
     assert all(name in done.output for name in rows)
     gradient_bytes = 2 * (64 * 64 + 64) * 4
     assert results["limit"]["gradient_bytes"] == gradient_bytes

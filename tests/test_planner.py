@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dp.reduction import planner
-from lightning_dp.reduction.planner import STRETCHES, Link, best_segments, predict_finish, sturdy_segments
+from lightning_dp.reduction.planner import (
+    STRETCHES,
+    Link,
+    best_segments,
+    filled_segments,
+    predict_finish,
+    sturdy_segments,
+)
 
 FAST = Link(0.001, ((1000.0, 0.01), (10_000.0, 0.05), (100_000.0, 0.4)))
 
@@ -168,3 +175,27 @@ def test_a_sturdy_plan_does_not_need_exact_measurements():
 
 def test_without_gradients_there_is_no_plan():
     assert sturdy_segments([], [], FAST) == ()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size", "segments"),
+    [
+        pytest.param([1, 2, 3, 4], 3, (2, 1, 1), id="the one that fills it ends it"),
+        pytest.param([2, 2, 2], 3, (2, 1), id="and may go beyond"),
+        pytest.param([9, 0, 1], 3, (1, 2), id="a large one by itself"),
+        pytest.param([1, 1], 100, (2,), id="all in one"),
+        pytest.param([0, 0, 0], 0, (1, 1, 1), id="nothing to fill"),
+        pytest.param([], 3, (), id="no gradient"),
+    ],
+)
+def test_messages_end_with_what_fills_them(nbytes, size, segments):
+    assert filled_segments(nbytes, size) == segments
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_only_the_last_message_is_smaller_than_it_should_be(nbytes, size):
+    segments = filled_segments(nbytes, size)
+    messages = [nbytes[a:b] for a, b in pairwise([0, *accumulate(segments)])]
+    assert [gradient for message in messages for gradient in message] == nbytes
+    assert all(sum(message) >= size for message in messages[:-1])
+    assert all(sum(message[:-1]) < size for message in messages)

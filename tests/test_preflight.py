@@ -199,6 +199,7 @@ def test_without_rank_0_a_silent_stranger_does_not_keep_the_others_beyond_their_
         found, seconds = meet(ranks(place, 1, 2), limit=1)
     assert seconds < 3
     assert all("did not find rank 0" in str(message) for message in found), found
+    assert all("what listens there is not of this run" in str(message) for message in found), found
 
 
 def test_other_versions_are_named_with_their_ranks(place: Place) -> None:

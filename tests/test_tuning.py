@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from unittest import mock
@@ -26,6 +28,7 @@ from lightning_dp.reduction import GradientReducer, ReducerConfig, tuning
 from lightning_dp.reduction import reducer as reducers
 from lightning_dp.reduction.buckets import plan_buckets, plan_segments
 from lightning_dp.reduction.planner import Link
+from lightning_dp.reduction.transport_threads import TransportThreads
 from lightning_dp.reduction.trial import Trial
 from lightning_dp.reduction.tuning import Candidate, Forecast, PlanTuner, measure_link, segments_of
 from lightning_dp.reduction.wire import Wire
@@ -48,6 +51,8 @@ def test_weights_equal_one_device(pool: RankPool, world_size: int, k: int) -> No
 LINK = Link(0.0, ((1.0, 1e-3), (1e6, 100.0)))
 # One on which every message costs a lot, whatever its size.
 DEAR = Link(0.0, ((1.0, 0.1), (1e6, 0.2)))
+# One on which nothing is worth a second message.
+ONE_MESSAGE = Link(0.0, ((1.0, 10.0), (1e6, 11.0)))
 
 
 class SlowGrad(torch.autograd.Function):
@@ -78,13 +83,17 @@ class SimulatedWire(Wire):
     """A wire on which messages of a plan take as long as on a link, one after the other."""
 
     link = LINK
+    factor = 1
     free = 0.0
+
+    def shares_cores(self, device: torch.device) -> bool:
+        return False  # so only plans are tried
 
     def all_reduce(self, tensor: Tensor) -> tuple:  # type: ignore[override]
         work = super().all_reduce(tensor)
         now = time.perf_counter()
         if tensor.is_floating_point():  # the ballot rides along for nothing
-            self.free = max(self.free, now) + self.link.busy(tensor.numel() * 4)
+            self.free = max(self.free, now) + self.factor * self.link.busy(tensor.numel() * 4)
         return work, self.free
 
     def wait(self, work: tuple, what: str) -> None:  # type: ignore[override]
@@ -95,13 +104,20 @@ class SimulatedWire(Wire):
 STEPS = 15  # four are watched, two plans are tried four times, and then there are three
 
 
-def tuned(rank: int, measured: Link, config: ReducerConfig, idle: tuple[int, ...] = (), real: Link = LINK) -> tuple:
+def tuned(
+    rank: int,
+    measured: Link,
+    config: ReducerConfig,
+    idle: tuple[int, ...] = (),
+    real: Link = LINK,
+    wire: type[SimulatedWire] = SimulatedWire,
+) -> tuple:
     torch.manual_seed(0)
     model = SlowLayers()
-    wire = type("ThisWire", (SimulatedWire,), {"link": real})
+    wire = type("ThisWire", (wire,), {"link": real})
     plans, messages = [], []
     with (
-        mock.patch.object(tuning, "measure_link", lambda wire, device: measured),
+        mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: measured),
         mock.patch.object(reducers, "Wire", wire),
     ):
         reducer = GradientReducer(model.named_parameters(), config=config)
@@ -147,8 +163,68 @@ def test_a_plan_that_is_worse_than_it_was_predicted_to_be_is_given_up(pool: Rank
         assert state["segments"] == [8]
 
 
+class WireThatIsSlowInBatches(SimulatedWire):
+    """One that shares cores, and takes four times as long if its threads do not interrupt."""
+
+    slow = True
+
+    def shares_cores(self, device: torch.device) -> bool:
+        return True
+
+    def beside_compute(self, device: torch.device, in_batches: bool = True) -> AbstractContextManager[None]:
+        self.factor = 4 if in_batches == self.slow else 1
+        return super().beside_compute(device, in_batches)
+
+
+class WireThatIsSlowWithInterruptions(WireThatIsSlowInBatches):
+    """The other way round."""
+
+    slow = False
+
+
+@pytest.mark.parametrize("wire", [WireThatIsSlowInBatches, WireThatIsSlowWithInterruptions])
+def test_whether_threads_interrupt_is_tried_as_well(pool: RankPool, wire: type[WireThatIsSlowInBatches]) -> None:
+    # One plan for all caps: four steps are watched, then it is tried four times with and without, and then it stays.
+    results = pool.run(2, tuned, ONE_MESSAGE, AUTO, (), LINK, wire)
+    for _, _, forecast, state in results:
+        assert [(c.name, c.in_batches) for c in forecast.candidates] == [("planned", True), ("planned", False)]
+        assert forecast.best.in_batches is (not wire.slow)
+        assert forecast.best.measured < min(c.measured for c in forecast.candidates if c is not forecast.best)
+        assert state["in_batches"] is (not wire.slow)
+        assert ("'planned, in batches' stays" in forecast.describe()) is (not wire.slow)
+
+
+def policies_by_step(rank: int) -> tuple[list[set[int]], bool]:
+    model, threads, seen = SlowLayers(), TransportThreads(), []
+
+    def step(reducer: GradientReducer) -> None:
+        model.zero_grad()
+        with reducer.backward_pass(count=2) as weight:
+            (mean_loss(model, torch.ones(2, 8)) * weight).backward()
+            seen.append({os.sched_getscheduler(thread) for thread in threads.ids})
+
+    with mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: ONE_MESSAGE):
+        reducer = GradientReducer(model.named_parameters(), config=AUTO)
+        for _ in range(STEPS):
+            step(reducer)
+    state = reducer.state_dict()
+    reducer.detach()
+    resumed = GradientReducer(model.named_parameters(), config=AUTO)
+    resumed.load_state_dict(state | {"in_batches": False})
+    step(resumed)
+    return seen, state["in_batches"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has such policies")
+def test_the_transports_threads_follow_the_trial_and_its_outcome(pool: RankPool) -> None:
+    batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
+    for seen, in_batches in pool.run(2, policies_by_step):
+        stays = batch if in_batches else other
+        assert seen == [batch] * 4 + [batch, other] * 4 + [stays] * 3 + [other]
+
+
 def test_on_a_link_where_messages_are_dear_there_is_one(pool: RankPool) -> None:
-    plans, _, forecast, _ = pool.run(2, tuned, Link(0.0, ((1.0, 10.0), (1e6, 11.0))), AUTO)[0]
+    plans, _, forecast, _ = pool.run(2, tuned, ONE_MESSAGE, AUTO)[0]
     assert [candidate.segments for candidate in forecast.candidates] == [(8,)]
     assert plans[-1] == plans[2]
 
@@ -199,7 +275,10 @@ def resumed(rank: int) -> tuple:
     reducer = GradientReducer(model.named_parameters(), config=AUTO)
     cheap = Link(0.0, ((1.0, 1e-9), (1e6, 1e-3)))
     states, plans = [], []
-    with mock.patch.object(tuning, "measure_link", lambda wire, device: cheap):
+    with (
+        mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: cheap),
+        mock.patch.object(Wire, "shares_cores", lambda wire, device: False),
+    ):
         for step in range(STEPS):
             model.zero_grad()
             reducer.backward(mean_loss(model, rows(step % 4, rank, 0, 2)), count=2)
@@ -248,7 +327,7 @@ def test_plans_are_tried_in_turn(theirs: list, medians: tuple) -> None:
     trial = Trial(wire, ((3,), (1, 2)))
     turns, done = [], []
     for end in (1.5, 2.0) * 4:
-        turns.append(trial.segments)
+        turns.append(trial.turn)
         done.append(trial.observe(end))
     assert turns == [(3,), (1, 2)] * 4
     assert done == [False] * 7 + [True]
@@ -275,7 +354,7 @@ def test_a_plan_that_met_no_data_has_no_figure() -> None:
 )
 def test_the_candidate_that_ends_first_is_the_best(measured: tuple, best: str) -> None:
     candidates = tuple(Candidate(name, (1,), 1.0) for name in ("planned", "4 MiB", "25 MiB"))
-    forecast = Forecast(candidates, 0.5, LINK).with_trial(measured)
+    forecast = Forecast(candidates, 0.5).with_trial(measured)
     assert forecast.best.name == best
     assert f"'{best}' stays" in forecast.describe()
 
@@ -360,7 +439,8 @@ def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.M
     wire = mock.Mock(spec=Wire)
     theirs = ([0.1, 0.9], 0.5)
     wire.gather.side_effect = lambda mine: [mine, theirs]
-    monkeypatch.setattr(tuning, "measure_link", lambda wire, device: LINK)
+    monkeypatch.setattr(tuning, "measure_link", lambda wire, device, in_batches: LINK)
+    wire.shares_cores.return_value = False
     tuner = PlanTuner(wire, torch.device("cpu"))
     seen = [tuner.observe({0: 0.2 + d, 1: 0.3 + d}, 0.4 + d) for d in (7.0, 0.0, 0.1, 5.0)]
     assert seen == [False, False, False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_dp.bench.workloads import Workload
 from lightning_dp.health.same_data import batch_fingerprint
 from lightning_dp.reduction.config import ReducerConfig
 from lightning_dp.reduction.reducer import GradientReducer
+from lightning_dp.reduction.transport_threads import TransportThreads
 
 MIB = 1024 * 1024
 
@@ -86,6 +88,8 @@ class StockDDP(Contender):
         bucket_cap_mb: Cap on a bucket in MiB; ``None`` is torch's default (25, and 1 for the first bucket).
         gradient_as_bucket_view: Whether gradients are views of the buckets.
         compress: Whether gradients travel in bf16 (torch's ``bf16_compress_hook``).
+        in_batches: Whether the transport's threads do not interrupt backward, as with this package: something that
+            torch does not do, to tell what it gives from the rest.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class StockDDP(Contender):
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = False,
         compress: bool = False,
+        in_batches: bool = False,
     ) -> None:
         super().__init__(workload, optimizer)
         self._ddp = DistributedDataParallel(
@@ -102,11 +107,17 @@ class StockDDP(Contender):
         )
         if compress:
             self._ddp.register_comm_hook(None, _compress)
+        self._in_batches = TransportThreads().in_batches if in_batches else nullcontext
 
     def accumulate(self, batch: Any, count: int) -> None:
         """Within ``no_sync``."""
         with self._ddp.no_sync():
             super().accumulate(batch, count)
+
+    def backward(self, loss: Tensor, count: int) -> None:
+        """Backward; gradients are averaged meanwhile."""
+        with self._in_batches():
+            super().backward(loss, count)
 
     def loss(self, batch: Any) -> Tensor:
         """Forward through the wrapper."""

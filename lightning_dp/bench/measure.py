@@ -16,6 +16,7 @@ from lightning_dp.bench.clock import StepSeconds, StepTimer, sent_bytes
 from lightning_dp.bench.contenders import Contender, OptimizerFactory, Transfer, Watched
 from lightning_dp.bench.memory import Footprint, footprint
 from lightning_dp.bench.workloads import Workload
+from lightning_dp.reduction.wire import Wire
 
 ContenderFactory = Callable[[Workload, OptimizerFactory], Contender]
 
@@ -101,6 +102,7 @@ class Rounds:
         self._nbytes = [
             p.numel() * p.element_size() if p.requires_grad else 0 for p in self._watched.workload.parameters()
         ]
+        self._wire = Wire()
         self._transfer = Transfer(sum(self._nbytes), device)
         self._transfer.start()  # what the first collective of a process allocates is no contender's
         self._transfer.wait()
@@ -167,7 +169,8 @@ class Rounds:
         dist.barrier()
         start = time.perf_counter()
         self._transfer.start()
-        beside = timer.step(contender, self._batch, self._count).total
+        with self._wire.beside_compute(self._device):  # a limit for all, so the transport takes no more than it must
+            beside = timer.step(contender, self._batch, self._count).total
         return plain, beside, self._transfer.wait() - start
 
     def _gather(self, steps: Mapping[str, list[tuple[StepSeconds, int | None]]]) -> dict[str, Series]:

@@ -192,8 +192,8 @@ def _guest(place: Place, address: str, card: Card, door: socket.socket, deadline
     if talk is None:
         raise PreflightError(
             f"{me} did not find rank 0 at {place.address} ({address}), ports {place.port + 1} to {place.port + PORTS}:"
-            f" {failure or 'another run answers'}; is rank 0 running, is MASTER_ADDR the name of its host, and does no"
-            " firewall stand between?"
+            f" {failure or 'what listens there is not of this run'}; is rank 0 running, is MASTER_ADDR the name of its"
+            " host, and does no firewall stand between?"
         )
     stack.callback(talk.close)
     reply: Reply | None = talk.receive(time.monotonic() + waits + MARGIN)

@@ -13,7 +13,7 @@ from lightning_dp.reduction.comm_hooks import Hook
 MIB = 1024 * 1024
 AUTO: Final = "auto"  # for bucket_cap_mb
 FIXED_CAP_MB = 25.0  # until it has measured, and where it does not
-SMALL_CAP_MB = 4.0  # what it tries, too: on a slow link as good as any search, where a measurement has gone wrong
+TRIED_MB = (1.0, 4.0)  # what it tries, too: on a slow link as good as any search, where a measurement has gone wrong
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class ReducerConfig:
     Attributes:
         bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` starts with 25,
             measures a few steps and the link, plans buckets that finish as early as can be, and tries that plan against
-            caps of 4 and 25 in some more steps. The plan decides in which order ranks' gradients are added up, so runs
+            buckets of 1, 4 and 25 in some more steps; on a CPU each with and without transport threads that interrupt
+            backward. The plan decides in which order ranks' gradients are added up, so runs
             may differ in the last bits; under ``torch.use_deterministic_algorithms`` 25 stays. So it does with a
             communication hook, which may remember things by bucket.
         first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.

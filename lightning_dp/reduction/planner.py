@@ -75,6 +75,18 @@ def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequ
     return free + link.latency if segments else 0.0
 
 
+def filled_segments(nbytes: Sequence[float], size: float) -> tuple[int, ...]:
+    """Messages that end with the gradient that fills them up to ``size`` bytes, or goes beyond."""
+    segments, filled = [], 0.0
+    for n, gradient in enumerate(nbytes):
+        if n == 0 or filled >= size:
+            segments.append(0)
+            filled = 0.0
+        segments[-1] += 1
+        filled += gradient
+    return tuple(segments)
+
+
 def sturdy_segments(ready: Sequence[float], nbytes: Sequence[float], link: Link) -> tuple[int, ...]:
     """Of the plans that are best for a backward :data:`STRETCHES` times as long, the one that is good for all of them.
 

@@ -176,7 +176,9 @@ class GradientReducer:
         """
         # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
         # may have left, so the next pass refuses to go on.
-        yield self._begin(count, label, loss)
+        weight = self._begin(count, label, loss)
+        with self.wire.beside_compute(self._device, self._sync and self._schedule.in_batches):
+            yield weight
         self._end(divided_by)
 
     def backward(self, loss: Tensor, count: int, label: str = "", divided_by: int | None = 1) -> None:

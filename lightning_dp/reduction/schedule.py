@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_dp.reduction.arrivals import Arrivals
 from lightning_dp.reduction.buckets import BucketPlan, plan_buckets, plan_segments
-from lightning_dp.reduction.config import FIXED_CAP_MB, MIB, SMALL_CAP_MB, ReducerConfig
+from lightning_dp.reduction.config import FIXED_CAP_MB, MIB, TRIED_MB, ReducerConfig
+from lightning_dp.reduction.planner import filled_segments
 from lightning_dp.reduction.trial import Trial
-from lightning_dp.reduction.tuning import Forecast, PlanTuner, segments_of
+from lightning_dp.reduction.tuning import Candidate, Forecast, PlanTuner, segments_of
 from lightning_dp.reduction.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Schedule:
 
     It starts from reverse registration, or from what a checkpoint knows of the same parameters. The first backward
     teaches the order in which gradients become ready, and how often; with ``bucket_cap_mb="auto"`` more teach when,
-    which makes a plan, and a trial of it and of two plans by caps decides.
+    which makes a plan, and a trial of it and of some simple ones decides.
 
     Args:
         named: The parameters.
@@ -35,6 +36,7 @@ class Schedule:
 
     Attributes:
         expected: How often each parameter fires in a backward; ``None`` until that is known.
+        in_batches: Whether the transport's threads are not to interrupt backward.
         forecast: What a plan made by measurement is predicted to do, and what it did in the trial.
     """
 
@@ -52,7 +54,8 @@ class Schedule:
         self._arrivals: Arrivals | None = None
         self._measured = config.plans_by_measurement and wire.world_size > 1
         self._tuner = PlanTuner(wire, device) if self._measured else None
-        self._trial: Trial | None = None
+        self._trial: Trial[Candidate] | None = None
+        self.in_batches = True
         self.expected: list[int] | None = None
         self.forecast: Forecast | None = None
         self._next_order = list(range(len(named)))[::-1]
@@ -68,6 +71,7 @@ class Schedule:
         self.expected = [learnt["fires"][name] for name in self._names]
         if self._measured and learnt.get("world_size") == self._wire.world_size:
             self._next_segments, self._tuner = tuple(learnt["segments"]), None
+            self.in_batches = learnt.get("in_batches", True)
 
     @property
     def is_final(self) -> bool:
@@ -145,26 +149,28 @@ class Schedule:
         elif self._tuner is not None and self._tuner.observe(seen, backward_end):
             nbytes = [p.numel() * itemsize(p.dtype) for p in self._parameters]
             overlap = self._config.overlap and not self._config.drop_nonfinite
-            simple = {f"{cap:g} MiB": self._cut(cap) for cap in (SMALL_CAP_MB, FIXED_CAP_MB)}
+            sizes = [nbytes[index] for index in self._order]
+            simple = {f"{size:g} MiB": filled_segments(sizes, size * MIB) for size in TRIED_MB}
+            simple[f"{FIXED_CAP_MB:g} MiB"] = segments_of(self._by_caps(FIXED_CAP_MB), self._order)
             self.forecast = self._tuner.forecast(simple, self._order, nbytes, overlap)
             if self.forecast is not None:
                 self._tuner = None
-                self._trial = Trial(self._wire, [candidate.segments for candidate in self.forecast.candidates])
-                self._next_segments = self._trial.segments
+                self._trial = Trial(self._wire, self.forecast.candidates)
+                self._take(self._trial.turn)
 
-    def _cut(self, cap: float) -> tuple[int, ...]:
-        """The plan by caps, in segments."""
-        return segments_of(self._by_caps(cap), self._order)
+    def _take(self, candidate: Candidate) -> None:
+        self._next_segments, self.in_batches = candidate.segments, candidate.in_batches
 
     def _go_on_trying(self, end: float | None) -> None:
         assert self._trial is not None and self.forecast is not None
         if self._trial.observe(end):
             self.forecast = self.forecast.with_trial(self._trial.agree())
-            self._next_segments, self._trial = self.forecast.best.segments, None
+            self._trial = None
+            self._take(self.forecast.best)
             if self._wire.rank == 0:
                 log.info(self.forecast.describe())
         else:
-            self._next_segments = self._trial.segments
+            self._take(self._trial.turn)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to send the same sums in the same order: plain numbers and strings."""
@@ -175,5 +181,6 @@ class Schedule:
         }
         if self._measured and not self.measures:
             state["segments"] = list(self._next_segments or ())
+            state["in_batches"] = self.in_batches
             state["world_size"] = self._wire.world_size
         return state

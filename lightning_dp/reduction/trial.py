@@ -1,39 +1,39 @@
-"""Bucket plans in turn in real steps: the one whose reductions end first stays."""
+"""Ways to reduce in turn in real steps: the one whose reductions end first stays."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from lightning_dp.reduction.wire import Wire
 
-Segments = tuple[int, ...]
+Way = TypeVar("Way")
 
 
-class Trial:
-    """Some bucket plans, each in force for one reduction, again and again.
+class Trial(Generic[Way]):
+    """Some ways to reduce, each in force for one reduction, again and again.
 
     In turn, because then what else the machine does falls on all of them alike.
 
     Args:
         wire: The ranks that agree.
-        plans: For each plan how many gradients its buckets hold.
+        ways: What is tried, the same on all ranks.
     """
 
-    ROUNDS = 4  # even, so that with two optimizers in turn every plan meets both equally often
+    ROUNDS = 4  # even, so that with two optimizers in turn every way meets both equally often
 
-    def __init__(self, wire: Wire, plans: Sequence[Segments]) -> None:
+    def __init__(self, wire: Wire, ways: tuple[Way, ...]) -> None:
         self._wire = wire
-        self._plans = plans
+        self._ways = ways
         self._seen: list[float | None] = []
 
     @property
-    def segments(self) -> Segments:
-        """The plan whose turn it is."""
-        return self._plans[len(self._seen) % len(self._plans)]
+    def turn(self) -> Way:
+        """The way whose turn it is."""
+        return self._ways[len(self._seen) % len(self._ways)]
 
     def observe(self, end: float | None) -> bool:
-        """Takes note of a reduction by the plan whose turn it was.
+        """Takes note of a reduction by the way whose turn it was.
 
         Args:
             end: Seconds after the start of backward at which it was complete; ``None`` on a rank without data.
@@ -42,10 +42,10 @@ class Trial:
             Whether enough has been seen; the same on all ranks.
         """
         self._seen.append(end)
-        return len(self._seen) == self.ROUNDS * len(self._plans)
+        return len(self._seen) == self.ROUNDS * len(self._ways)
 
     def agree(self) -> tuple[float | None, ...]:
-        """With one message: how the plans did.
+        """With one message: how the ways did.
 
         Returns:
             For each the median end of its reductions, on the slowest rank, in seconds after the start of backward;
@@ -53,5 +53,5 @@ class Trial:
         """
         everyone = self._wire.gather(self._seen)
         slowest = [max((end for end in ends if end is not None), default=None) for ends in zip(*everyone, strict=True)]
-        of_plan = [[end for end in slowest[k :: len(self._plans)] if end is not None] for k in range(len(self._plans))]
-        return tuple(statistics.median(ends) if ends else None for ends in of_plan)
+        of_way = [[end for end in slowest[k :: len(self._ways)] if end is not None] for k in range(len(self._ways))]
+        return tuple(statistics.median(ends) if ends else None for ends in of_way)

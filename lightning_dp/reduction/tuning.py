@@ -20,19 +20,26 @@ MAX_BURST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A bucket plan that may stay.
+    """A bucket plan that may stay, and how the transport's threads are to behave.
 
     Attributes:
         name: For messages.
         segments: How many gradients each bucket holds, in order.
         predicted: Seconds after the start of backward at which the last bucket is complete, as the planner sees it.
+        in_batches: Whether threads that move messages do not interrupt backward.
         measured: The same in a trial, median; ``None`` before it, or if it met no data.
     """
 
     name: str
     segments: tuple[int, ...]
     predicted: float
+    in_batches: bool = False
     measured: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name, and whether threads that move messages do not interrupt backward."""
+        return f"{self.name}, in batches" if self.in_batches else self.name
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,10 @@ class Forecast:
     Attributes:
         candidates: The planner's own first; none twice.
         backward_end: When backward ended, in seconds after its start, as measured.
-        link: The link, as measured.
     """
 
     candidates: tuple[Candidate, ...]
     backward_end: float
-    link: Link
 
     @property
     def best(self) -> Candidate:
@@ -68,10 +73,10 @@ class Forecast:
     def describe(self) -> str:
         """In one line."""
         best = self.best
-        tried = "; ".join(f"{c.name}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
+        tried = "; ".join(f"{c.label}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
         return (
-            f"bucket plan '{best.name}' stays, with {len(best.segments)} buckets; time from the start of backward until"
-            f" all were reduced: {tried}; backward took {_ms(self.backward_end)}"
+            f"bucket plan '{best.label}' stays, with {len(best.segments)} buckets; time from the start of backward"
+            f" until all were reduced: {tried}; backward took {_ms(self.backward_end)}"
         )
 
 
@@ -134,15 +139,18 @@ class PlanTuner:
             return None
         # A bucket is reduced when the last rank has it. All ranks compute on the same numbers, so they agree.
         ready = [max(times) for times in zip(*(theirs[0] for theirs in everyone), strict=True)]
-        link = measure_link(self._wire, self._device)
         sizes = [nbytes[index] for index in order]
-        plans: dict[tuple[int, ...], str] = {}
-        for name, segments in {"planned": sturdy_segments(ready, sizes, link), **simple}.items():
-            plans.setdefault(segments, name)
-        candidates = tuple(
-            Candidate(name, segments, predict_finish(segments, ready, sizes, link)) for segments, name in plans.items()
-        )
-        return Forecast(candidates, max(theirs[1] for theirs in everyone), link)
+        candidates: list[Candidate] = []
+        for in_batches in (True, False) if self._wire.shares_cores(self._device) else (False,):
+            link = measure_link(self._wire, self._device, in_batches)
+            plans: dict[tuple[int, ...], str] = {}
+            for name, segments in {"planned": sturdy_segments(ready, sizes, link), **simple}.items():
+                plans.setdefault(segments, name)
+            candidates += [
+                Candidate(name, segments, predict_finish(segments, ready, sizes, link), in_batches)
+                for segments, name in plans.items()
+            ]
+        return Forecast(tuple(candidates), max(theirs[1] for theirs in everyone))
 
 
 def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
@@ -152,18 +160,23 @@ def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def measure_link(wire: Wire, device: torch.device) -> Link:
+def measure_link(wire: Wire, device: torch.device, in_batches: bool = False) -> Link:
     """Times bursts of all-reduces of a few sizes; the same result on all ranks.
 
     On a CPU the transport runs on the cores that compute, where each message then costs several times what it does on
     idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where a burst
     would take more than half a second.
+
+    Args:
+        wire: The ranks.
+        device: Where gradients are.
+        in_batches: Whether threads that move messages do not interrupt compute.
     """
     sizes, points, longest = [16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB], [], 0.0
-    latency = _burst_seconds(wire, device, 4 * KIB, 1)
+    latency = _burst_seconds(wire, device, in_batches, 4 * KIB, 1)
     for size in sizes:
         messages = 8 if size <= 256 * KIB else 4
-        busy = _burst_seconds(wire, device, size, messages) / messages
+        busy = _burst_seconds(wire, device, in_batches, size, messages) / messages
         longest = max(longest, busy)  # more bytes take no less time; what says so is noise
         points.append((float(size), longest))
         if busy * 4 * messages > 0.5:
@@ -171,16 +184,19 @@ def measure_link(wire: Wire, device: torch.device) -> Link:
     return Link(latency, tuple(points))
 
 
-def _burst_seconds(wire: Wire, device: torch.device, nbytes: int, messages: int, repeats: int = 3) -> float:
+def _burst_seconds(
+    wire: Wire, device: torch.device, in_batches: bool, nbytes: int, messages: int, repeats: int = 3
+) -> float:
     buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(messages)]
     seconds = []
     for _ in range(1 + repeats):
         wire.gather(None)  # ranks start together
         _synchronize(device)
         start = time.perf_counter()
-        works = [wire.all_reduce(buffer) for buffer in buffers]
-        if device.type == "cpu":
-            _compute_during(works)
+        with wire.beside_compute(device, in_batches):
+            works = [wire.all_reduce(buffer) for buffer in buffers]
+            if device.type == "cpu":
+                _compute_during(works)
         for work in works:
             wire.wait(work, "the measurement of the link")
         _synchronize(device)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.errors import CommunicationError
 from lightning_dp.reduction.roll_call import missing_ranks
+from lightning_dp.reduction.transport_threads import TransportThreads
 
 T = TypeVar("T")
 
@@ -33,7 +35,16 @@ class Wire:
         self.group = group
         self.rank = dist.get_rank(group) if distributed else 0
         self.world_size = dist.get_world_size(group) if distributed else 1
+        self._threads = TransportThreads()
         self.reset_counters()
+
+    def shares_cores(self, device: torch.device) -> bool:
+        """Whether messages are moved by threads of this process, on the cores that compute."""
+        return device.type == "cpu" and self.world_size > 1
+
+    def beside_compute(self, device: torch.device, in_batches: bool = True) -> AbstractContextManager[None]:
+        """While this process computes: on a CPU the threads that move messages do not interrupt, if ``in_batches``."""
+        return self._threads.in_batches() if in_batches and self.shares_cores(device) else nullcontext()
 
     def reset_counters(self) -> None:
         """Starts counting anew."""
