@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -139,7 +141,7 @@ def test_the_plan_is_made_once_and_is_the_same_on_all_ranks(pool: RankPool) -> N
     planned, capped = forecast.candidates
     many = len(planned.segments)
     assert many > 1
-    assert [len(plan) for plan in plans] == [1] * 4 + [many, 1] * 4 + [many] * 3
+    assert [len(plan) for plan in plans] == [1] * 4 + [many, 1, 1, many] * 2 + [many] * 3
     assert forecast.best is planned
     assert planned.predicted < capped.predicted
     assert forecast.exposed == max(0.0, planned.predicted - forecast.backward_end)
@@ -220,7 +222,7 @@ def test_the_transports_threads_follow_the_trial_and_its_outcome(pool: RankPool)
     batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
     for seen, in_batches in pool.run(2, policies_by_step):
         stays = batch if in_batches else other
-        assert seen == [batch] * 4 + [batch, other] * 4 + [stays] * 3 + [other]
+        assert seen == [batch] * 4 + [batch, other, other, batch] * 2 + [stays] * 3 + [other]
 
 
 def test_on_a_link_where_messages_are_dear_there_is_one(pool: RankPool) -> None:
@@ -314,10 +316,10 @@ def test_a_resumed_run_has_the_measured_plan_at_once(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("theirs", "medians"),
     [
-        pytest.param([1, 2] * 4, (1.5, 2.0), id="the first on both ranks"),
-        pytest.param([9, 2] * 4, (9.0, 2.0), id="the slower rank decides"),
-        pytest.param([1, 2, 99, 2, 1, 2, 1, 2], (1.5, 2.0), id="one slow step decides nothing"),
-        pytest.param([1, 9, 9, 1, 1, 9, 9, 1], (5.25, 5.5), id="two kinds of steps in turn"),
+        pytest.param([1, 2, 2, 1] * 2, (1.5, 2.0), id="the first on both ranks"),
+        pytest.param([9, 2, 2, 9] * 2, (9.0, 2.0), id="the slower rank decides"),
+        pytest.param([1, 2, 2, 99, 1, 2, 2, 1], (1.5, 2.0), id="one slow step decides nothing"),
+        pytest.param([9, 1] * 4, (5.25, 5.5), id="two kinds of steps in turn"),
         pytest.param([None] * 8, (1.5, 2.0), id="a rank without data"),
     ],
 )
@@ -326,10 +328,10 @@ def test_plans_are_tried_in_turn(theirs: list, medians: tuple) -> None:
     wire.gather.side_effect = lambda mine: [mine, theirs]
     trial = Trial(wire, ((3,), (1, 2)))
     turns, done = [], []
-    for end in (1.5, 2.0) * 4:
+    for end in (1.5, 2.0, 2.0, 1.5) * 2:
         turns.append(trial.turn)
         done.append(trial.observe(end))
-    assert turns == [(3,), (1, 2)] * 4
+    assert turns == [(3,), (1, 2), (1, 2), (3,)] * 2
     assert done == [False] * 7 + [True]
     assert trial.agree() == medians
 
@@ -338,9 +340,20 @@ def test_a_plan_that_met_no_data_has_no_figure() -> None:
     wire = mock.Mock(spec=Wire)
     wire.gather.side_effect = lambda mine: [mine]
     trial = Trial(wire, ((3,), (1, 2)))
-    for end in (None, 1.0) * 4:
+    for end in (None, 1.0, 1.0, None) * 2:
         trial.observe(end)
     assert trial.agree() == (None, 1.0)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_with_two_optimizers_in_turn_every_way_meets_both_equally_often(number: int) -> None:
+    trial = Trial(mock.Mock(spec=Wire), tuple(range(number)))
+    met = []
+    for reduction in itertools.count():
+        met.append((trial.turn, reduction % 2))
+        if trial.observe(1.0):
+            break
+    assert Counter(met) == {(way, optimizer): Trial.ROUNDS // 2 for way in range(number) for optimizer in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -388,6 +401,38 @@ def test_the_link_is_measured() -> None:
     assert link.latency == pytest.approx(2e-3, rel=1.0)
     seconds = [seconds for _, seconds in link.points]
     assert seconds == sorted(seconds)
+
+
+class DearWire(SlowWire):
+    """One on which each message takes 40 ms, whatever its size up to a MiB."""
+
+    def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
+        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + 0.04 * max(1.0, tensor.numel() * 4 / MIB)
+        return Until(self.free)
+
+
+def test_the_price_of_a_message_is_not_taken_for_one_of_its_bytes() -> None:
+    start = time.perf_counter()
+    link = measure_link(DearWire(), torch.device("cpu"))
+    assert link.busy(MIB) == pytest.approx(0.04, rel=0.2)
+    assert link.busy(4 * MIB) == pytest.approx(0.16, rel=0.2)
+    assert time.perf_counter() - start < 10
+
+
+class NarrowWire(SlowWire):
+    """One of 8 MiB a second."""
+
+    def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
+        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + tensor.numel() * 4 / (8 * MIB)
+        return Until(self.free)
+
+
+def test_what_a_slow_links_largest_messages_take_is_not_waited_for() -> None:
+    start = time.perf_counter()
+    link = measure_link(NarrowWire(), torch.device("cpu"))
+    assert link.points[-1][0] < 4 * MIB
+    assert link.busy(4 * MIB) == pytest.approx(0.5, rel=0.2)
+    assert time.perf_counter() - start < 5
 
 
 def test_a_message_that_never_ends_does_not_keep_the_cores_busy_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

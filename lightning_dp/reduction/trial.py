@@ -13,14 +13,15 @@ Way = TypeVar("Way")
 class Trial(Generic[Way]):
     """Some ways to reduce, each in force for one reduction, again and again.
 
-    In turn, because then what else the machine does falls on all of them alike.
+    In turn, because then what else the machine does falls on all of them alike. The turns of every other round come in
+    reverse order: with two optimizers in turn every way then meets both equally often.
 
     Args:
         wire: The ranks that agree.
         ways: What is tried, the same on all ranks.
     """
 
-    ROUNDS = 4  # even, so that with two optimizers in turn every way meets both equally often
+    ROUNDS = 4  # an even number: as often there as back
 
     def __init__(self, wire: Wire, ways: tuple[Way, ...]) -> None:
         self._wire = wire
@@ -30,7 +31,12 @@ class Trial(Generic[Way]):
     @property
     def turn(self) -> Way:
         """The way whose turn it is."""
-        return self._ways[len(self._seen) % len(self._ways)]
+        return self._ways[self._way_at(len(self._seen))]
+
+    def _way_at(self, reduction: int) -> int:
+        """Which way is in force for a reduction, by its number."""
+        number, place = divmod(reduction, len(self._ways))
+        return len(self._ways) - 1 - place if number % 2 else place
 
     def observe(self, end: float | None) -> bool:
         """Takes note of a reduction by the way whose turn it was.
@@ -53,5 +59,8 @@ class Trial(Generic[Way]):
         """
         everyone = self._wire.gather(self._seen)
         slowest = [max((end for end in ends if end is not None), default=None) for ends in zip(*everyone, strict=True)]
-        of_way = [[end for end in slowest[k :: len(self._ways)] if end is not None] for k in range(len(self._ways))]
+        of_way: list[list[float]] = [[] for _ in self._ways]
+        for reduction, end in enumerate(slowest):
+            if end is not None:
+                of_way[self._way_at(reduction)].append(end)
         return tuple(statistics.median(ends) if ends else None for ends in of_way)

@@ -164,8 +164,8 @@ def measure_link(wire: Wire, device: torch.device, in_batches: bool = False) -> 
     """Times bursts of all-reduces of a few sizes; the same result on all ranks.
 
     On a CPU the transport runs on the cores that compute, where each message then costs several times what it does on
-    idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where a burst
-    would take more than half a second.
+    idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where time grows
+    with size and a burst would take more than half a second.
 
     Args:
         wire: The ranks.
@@ -174,12 +174,14 @@ def measure_link(wire: Wire, device: torch.device, in_batches: bool = False) -> 
     """
     sizes, points, longest = [16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB], [], 0.0
     latency = _burst_seconds(wire, device, in_batches, 4 * KIB, 1)
+    slow = False
     for size in sizes:
         messages = 8 if size <= 256 * KIB else 4
-        busy = _burst_seconds(wire, device, in_batches, size, messages) / messages
-        longest = max(longest, busy)  # more bytes take no less time; what says so is noise
+        seconds = _burst_seconds(wire, device, in_batches, size, messages, repeats=1 if slow else 3)
+        before, longest = max(longest, latency), max(longest, seconds / messages)  # what takes less time is noise
         points.append((float(size), longest))
-        if busy * 4 * messages > 0.5:
+        slow = 4 * seconds > 0.5
+        if slow and longest > 2 * before:  # else each message has its price, and larger ones are hardly dearer
             break
     return Link(latency, tuple(points))
 
