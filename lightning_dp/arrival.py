@@ -18,7 +18,7 @@ from lightning_dp.launch import leave_group, refuse_other_world
 def arrive(environment: ClusterEnvironment | None, devices: int, nodes: int, limit: float | None, on_gpu: bool) -> None:
     """What a strategy does before its process group is made: refuses a wrong start, and meets the other ranks.
 
-    When the program ends, the group is taken down.
+    When the program ends, the group that is made then is taken down.
 
     Args:
         environment: Lightning's view of the ranks, which knows this process's by now.
@@ -35,8 +35,9 @@ def arrive(environment: ClusterEnvironment | None, devices: int, nodes: int, lim
     refuse_other_world(environment, devices, nodes)
     if limit is not None:
         meet(environment, limit, on_gpu)
-    atexit.unregister(leave_group)
-    atexit.register(leave_group)
+    if not dist.is_initialized():  # else somebody else has made the group, or a setup before this one
+        atexit.unregister(leave_group)
+        atexit.register(leave_group, os.getpid())
 
 
 def meet(environment: ClusterEnvironment, limit: float, on_gpu: bool) -> Meeting | None:

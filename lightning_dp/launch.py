@@ -97,13 +97,16 @@ def leave_earlier_job() -> None:
             os.environ[name] = value
 
 
-def leave_group() -> None:
+def leave_group(process: int | None = None) -> None:
     """Takes the process group down, if there is one.
 
     Done before the interpreter shuts down: gloo's threads let go of a message's tensors only after whoever waits for it
     is told, and need the interpreter for it. A thread that is late would end the program with SIGABRT.
+
+    Args:
+        process: Whose group it is, by id: one that was forked from it has none of its threads.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and process in (None, os.getpid()):
         dist.destroy_process_group()
 
 

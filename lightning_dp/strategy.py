@@ -400,7 +400,7 @@ class BucketedDDPStrategy(DDPStrategy):
         """Removes the hooks and what was put into Lightning's loops."""
         self._remove_loaders()
         self._watch = self._guard = None
-        self._control = Wire()  # a group that is held outlives the end of the process group
+        self._control = Wire()  # beside GPUs it has a group of its own, which would outlive the process group
         if self._reducer is not None:
             self._reducer.detach()
             self._former_reducer = self._reducer.state_dict()  # for a checkpoint saved after fit

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lightning_dp import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads under /proc")
 
@@ -53,21 +56,55 @@ trainer.test(model)
 """
 
 
-def threads_left(tmp_path: Path, rest: str, name: str) -> list[str]:
-    """What each rank of a program counted at its end."""
+def threads_left(tmp_path: Path, rest: str, name: str) -> tuple[int, list[str]]:
+    """How a program ended, and what each of its ranks counted at its end."""
     script = tmp_path / "script.py"
     script.write_text((BEGINNING + rest).format(tests=str(Path(__file__).parent), name=name))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.endswith(" left")]
+    return done.returncode, [line for line in done.stdout.splitlines() if line.endswith(" left")]
 
 
 @pytest.mark.parametrize("rest", [FABRIC, TRAINER], ids=["fabric", "trainer"])
 def test_no_thread_of_the_process_group_is_left(tmp_path: Path, rest: str) -> None:
-    assert threads_left(tmp_path, rest, "bucketed_ddp") == ["0 left"] * 2
+    assert threads_left(tmp_path, rest, "bucketed_ddp") == (0, ["0 left"] * 2)
 
 
 def test_the_count_sees_threads_that_are_left(tmp_path: Path) -> None:
-    counts = threads_left(tmp_path, TRAINER, "ddp")
+    _, counts = threads_left(tmp_path, TRAINER, "ddp")  # it may end with SIGABRT: that is the fault
     assert len(counts) == 2
     assert "0 left" not in counts
+
+
+OWN = """
+import os
+
+import torch.distributed as dist
+
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo")
+
+
+def leave() -> None:
+    dist.destroy_process_group()  # raises if somebody else has taken it down
+    print("own left", flush=True)
+
+
+atexit.register(leave)
+"""
+ONE_RANK = TRAINER.replace("devices=2", "devices=1")
+
+
+def test_a_group_of_the_users_own_is_left_to_its_user(tmp_path: Path) -> None:
+    code, lines = threads_left(tmp_path, OWN + ONE_RANK, "bucketed_ddp")
+    assert (code, lines[0]) == (0, "own left")
+
+
+def test_a_process_that_was_forked_leaves_its_parents_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[bool] = []
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: destroyed.append(True))
+    launch.leave_group(os.getppid())
+    assert destroyed == []
+    launch.leave_group(os.getpid())
+    launch.leave_group()
+    assert destroyed == [True, True]

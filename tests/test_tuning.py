@@ -245,6 +245,13 @@ def under_deterministic_algorithms(rank: int) -> tuple:
         torch.use_deterministic_algorithms(False)
 
 
+def test_without_overlap_it_makes_no_difference_whether_threads_interrupt(pool: RankPool) -> None:
+    for config in (replace(AUTO, overlap=False), replace(AUTO, drop_nonfinite=True)):
+        results = pool.run(2, tuned, LINK, config, (), LINK, WireThatIsSlowInBatches)
+        assert {candidate.in_batches for *_, forecast, _ in results for candidate in forecast.candidates} == {None}
+        assert all(state["in_batches"] for *_, state in results)
+
+
 def test_where_runs_are_to_be_repeated_to_the_last_bit_nothing_is_measured(pool: RankPool) -> None:
     for plans, _, forecast, state in pool.run(2, under_deterministic_algorithms):
         assert forecast is None
@@ -395,7 +402,7 @@ class SlowWire(Wire):
 
 
 def test_the_link_is_measured() -> None:
-    link = measure_link(SlowWire(), torch.device("cpu"))
+    link = measure_link(SlowWire(), torch.device("cpu"), False)
     for nbytes in (100_000, 1_000_000, 4_000_000):
         assert link.busy(nbytes) == pytest.approx(2e-3 + nbytes * 1e-8, rel=0.5)
     assert link.latency == pytest.approx(2e-3, rel=1.0)
@@ -413,7 +420,7 @@ class DearWire(SlowWire):
 
 def test_the_price_of_a_message_is_not_taken_for_one_of_its_bytes() -> None:
     start = time.perf_counter()
-    link = measure_link(DearWire(), torch.device("cpu"))
+    link = measure_link(DearWire(), torch.device("cpu"), False)
     assert link.busy(MIB) == pytest.approx(0.04, rel=0.2)
     assert link.busy(4 * MIB) == pytest.approx(0.16, rel=0.2)
     assert time.perf_counter() - start < 10
@@ -429,7 +436,7 @@ class NarrowWire(SlowWire):
 
 def test_what_a_slow_links_largest_messages_take_is_not_waited_for() -> None:
     start = time.perf_counter()
-    link = measure_link(NarrowWire(), torch.device("cpu"))
+    link = measure_link(NarrowWire(), torch.device("cpu"), False)
     assert link.points[-1][0] < 4 * MIB
     assert link.busy(4 * MIB) == pytest.approx(0.5, rel=0.2)
     assert time.perf_counter() - start < 5
@@ -445,7 +452,7 @@ def test_a_message_that_never_ends_does_not_keep_the_cores_busy_for_ever(monkeyp
 def links(rank: int) -> Link:
     if rank:
         time.sleep(0.1)  # a late rank is no slow link
-    return measure_link(Wire(), torch.device("cpu"))
+    return measure_link(Wire(), torch.device("cpu"), False)
 
 
 def test_all_ranks_see_one_link(pool: RankPool) -> None:
@@ -482,7 +489,7 @@ def test_a_plan_by_caps_is_told_in_segments(cap: float) -> None:
 
 def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = mock.Mock(spec=Wire)
-    theirs = ([0.1, 0.9], 0.5)
+    theirs = (([0.1, 0.9], 0.5), False)
     wire.gather.side_effect = lambda mine: [mine, theirs]
     monkeypatch.setattr(tuning, "measure_link", lambda wire, device, in_batches: LINK)
     wire.shares_cores.return_value = False

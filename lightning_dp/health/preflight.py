@@ -214,10 +214,11 @@ def _find_rank_zero(place: Place, address: str, card: Card, deadline: float) -> 
         if time.monotonic() > deadline:
             break
         patience = min(PATIENCE, max(PAUSE, deadline - time.monotonic()))
+        until = time.monotonic() + patience
         talk, failure = connect(address, port, patience)
         if talk is not None:
             talk.send({"run": place.run, "card": asdict(card)})
-            welcome = talk.receive(time.monotonic() + patience) or {}
+            welcome = talk.receive(until) or {}
             if welcome.get("run") == place.run and talk.send({"run": place.run}):
                 return talk, welcome["waits"], ""
             talk.close()

@@ -159,7 +159,9 @@ class Schedule:
                 self._take(self._trial.turn)
 
     def _take(self, candidate: Candidate) -> None:
-        self._next_segments, self.in_batches = candidate.segments, candidate.in_batches
+        self._next_segments = candidate.segments
+        if candidate.in_batches is not None:
+            self.in_batches = candidate.in_batches
 
     def _go_on_trying(self, end: float | None) -> None:
         assert self._trial is not None and self.forecast is not None

@@ -36,23 +36,36 @@ class TransportThreads:
                 continue
         return tuple(sorted(found))
 
+    @property
+    def can_change(self) -> bool:
+        """Whether there is one whose policy can be changed here."""
+        with self.in_batches() as changed:
+            return bool(changed)
+
     @contextmanager
-    def in_batches(self) -> Generator[None, None, None]:
-        """While this process computes: they do not interrupt. Threads whose policy somebody has chosen keep it."""
-        changed = [thread for thread in self.ids if _change(thread, "SCHED_OTHER", "SCHED_BATCH")]
+    def in_batches(self) -> Generator[list[int], None, None]:
+        """While this process computes: they do not interrupt. Threads whose policy somebody has chosen keep it.
+
+        Yields:
+            Ids of the threads that were changed.
+        """
+        changed: list[int] = []
         try:
-            yield
+            changed += (thread for thread in self.ids if _change(thread, "SCHED_OTHER", "SCHED_BATCH"))
+            yield changed
         finally:
             for thread in changed:
                 _change(thread, "SCHED_BATCH", "SCHED_OTHER")
 
 
 def _change(thread: int, before: str, after: str) -> bool:
-    """Gives a thread another policy, if it has the one before; whether it has."""
+    """Gives a thread another policy, if it has the one before; whether it did."""
+    if not (TASKS / str(thread)).exists():  # the number may be that of another process's thread by now
+        return False
     try:
         if os.sched_getscheduler(thread) != getattr(os, before):
             return False
         os.sched_setscheduler(thread, getattr(os, after), os.sched_param(0))
-    except OSError:  # it has ended, or a sandbox forbids it: then it stays as it is
+    except OSError:  # a sandbox forbids it: then it stays as it is
         return False
     return True

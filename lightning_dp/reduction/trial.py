@@ -13,15 +13,15 @@ Way = TypeVar("Way")
 class Trial(Generic[Way]):
     """Some ways to reduce, each in force for one reduction, again and again.
 
-    In turn, because then what else the machine does falls on all of them alike. The turns of every other round come in
-    reverse order: with two optimizers in turn every way then meets both equally often.
+    In turn, because then what else the machine does falls on all of them alike. Where their number is even, each round
+    begins with the next one: with two optimizers in turn every way then meets both equally often.
 
     Args:
         wire: The ranks that agree.
         ways: What is tried, the same on all ranks.
     """
 
-    ROUNDS = 4  # an even number: as often there as back
+    ROUNDS = 4  # an even number, for two optimizers in turn
 
     def __init__(self, wire: Wire, ways: tuple[Way, ...]) -> None:
         self._wire = wire
@@ -35,8 +35,9 @@ class Trial(Generic[Way]):
 
     def _way_at(self, reduction: int) -> int:
         """Which way is in force for a reduction, by its number."""
-        number, place = divmod(reduction, len(self._ways))
-        return len(self._ways) - 1 - place if number % 2 else place
+        ways = len(self._ways)
+        number, place = divmod(reduction, ways)
+        return place if ways % 2 else (place + number) % ways
 
     def observe(self, end: float | None) -> bool:
         """Takes note of a reduction by the way whose turn it was.

@@ -16,6 +16,7 @@ from lightning_dp.reduction.wire import Wire
 
 KIB = 1024
 MAX_BURST_SECONDS = 10.0
+MAX_MEASURING_SECONDS = 5.0  # after which no further size is measured
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class Candidate:
         name: For messages.
         segments: How many gradients each bucket holds, in order.
         predicted: Seconds after the start of backward at which the last bucket is complete, as the planner sees it.
-        in_batches: Whether threads that move messages do not interrupt backward.
         measured: The same in a trial, median; ``None`` before it, or if it met no data.
+        in_batches: Whether threads that move messages do not interrupt backward; ``None`` where nobody has a choice.
     """
 
     name: str
     segments: tuple[int, ...]
     predicted: float
-    in_batches: bool = False
     measured: float | None = None
+    in_batches: bool | None = None
 
     @property
     def label(self) -> str:
@@ -47,7 +48,7 @@ class Forecast:
     """What the planner expects of its plan and of simpler ones, and what came of it; the same on all ranks.
 
     Attributes:
-        candidates: The planner's own first; none twice.
+        candidates: A plan of the planner's own first; none twice.
         backward_end: When backward ended, in seconds after its start, as measured.
     """
 
@@ -134,20 +135,21 @@ class PlanTuner:
                 [ready.get(index, end) for ready, end in zip(self._ready, self._ends, strict=True)] for index in order
             ]
             mine = ([statistics.median(times) if overlap else last for times in seen], last)
-        everyone = [theirs for theirs in self._wire.gather(mine) if theirs is not None]
+        answers = self._wire.gather((mine, overlap and self._wire.shares_cores(self._device)))
+        everyone = [theirs for theirs, _ in answers if theirs is not None]
         if not everyone:
             return None
         # A bucket is reduced when the last rank has it. All ranks compute on the same numbers, so they agree.
         ready = [max(times) for times in zip(*(theirs[0] for theirs in everyone), strict=True)]
         sizes = [nbytes[index] for index in order]
         candidates: list[Candidate] = []
-        for in_batches in (True, False) if self._wire.shares_cores(self._device) else (False,):
-            link = measure_link(self._wire, self._device, in_batches)
+        for in_batches in (True, False) if any(has_choice for _, has_choice in answers) else (None,):
+            link = measure_link(self._wire, self._device, bool(in_batches))
             plans: dict[tuple[int, ...], str] = {}
             for name, segments in {"planned": sturdy_segments(ready, sizes, link), **simple}.items():
                 plans.setdefault(segments, name)
             candidates += [
-                Candidate(name, segments, predict_finish(segments, ready, sizes, link), in_batches)
+                Candidate(name, segments, predict_finish(segments, ready, sizes, link), in_batches=in_batches)
                 for segments, name in plans.items()
             ]
         return Forecast(tuple(candidates), max(theirs[1] for theirs in everyone))
@@ -160,12 +162,12 @@ def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def measure_link(wire: Wire, device: torch.device, in_batches: bool = False) -> Link:
+def measure_link(wire: Wire, device: torch.device, in_batches: bool) -> Link:
     """Times bursts of all-reduces of a few sizes; the same result on all ranks.
 
     On a CPU the transport runs on the cores that compute, where each message then costs several times what it does on
     idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where time grows
-    with size and a burst would take more than half a second.
+    with size and a burst would take more than half a second, and where all has taken long.
 
     Args:
         wire: The ranks.
@@ -174,14 +176,17 @@ def measure_link(wire: Wire, device: torch.device, in_batches: bool = False) -> 
     """
     sizes, points, longest = [16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB], [], 0.0
     latency = _burst_seconds(wire, device, in_batches, 4 * KIB, 1)
-    slow = False
+    slow, spent = False, 0.0
     for size in sizes:
         messages = 8 if size <= 256 * KIB else 4
-        seconds = _burst_seconds(wire, device, in_batches, size, messages, repeats=1 if slow else 3)
+        repeats = 1 if slow else 3
+        seconds = _burst_seconds(wire, device, in_batches, size, messages, repeats)
+        spent += (1 + repeats) * seconds
         before, longest = max(longest, latency), max(longest, seconds / messages)  # what takes less time is noise
         points.append((float(size), longest))
         slow = 4 * seconds > 0.5
-        if slow and longest > 2 * before:  # else each message has its price, and larger ones are hardly dearer
+        grows = longest > 2 * before  # else each message has its price, and larger ones are hardly dearer
+        if (slow and grows) or spent > MAX_MEASURING_SECONDS:
             break
     return Link(latency, tuple(points))
 

@@ -39,12 +39,13 @@ class Wire:
         self.reset_counters()
 
     def shares_cores(self, device: torch.device) -> bool:
-        """Whether messages are moved by threads of this process, on the cores that compute."""
-        return device.type == "cpu" and self.world_size > 1
+        """Whether messages are moved on the cores that compute, by threads that can be kept from interrupting."""
+        return device.type == "cpu" and self.world_size > 1 and self._threads.can_change
 
-    def beside_compute(self, device: torch.device, in_batches: bool = True) -> AbstractContextManager[None]:
+    def beside_compute(self, device: torch.device, in_batches: bool = True) -> AbstractContextManager[object]:
         """While this process computes: on a CPU the threads that move messages do not interrupt, if ``in_batches``."""
-        return self._threads.in_batches() if in_batches and self.shares_cores(device) else nullcontext()
+        shared = device.type == "cpu" and self.world_size > 1
+        return self._threads.in_batches() if in_batches and shared else nullcontext()
 
     def reset_counters(self) -> None:
         """Starts counting anew."""
