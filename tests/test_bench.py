@@ -27,7 +27,7 @@ from lightning_dp.bench.contenders import Bucketed, Contender, ReduceAfter, Stoc
 from lightning_dp.bench.hosts import namespace_hosts
 from lightning_dp.bench.launch import Place, cores_of
 from lightning_dp.bench.measure import Anatomy, Series
-from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.memory import Footprint, fill_flight_recorder, footprint
 from lightning_dp.bench.results import Quartiles, limit_of, load_results, results_of, save_results, table_of
 from lightning_dp.bench.workloads import MLP, Workload
 from lightning_dp.config import config_directory
@@ -234,7 +234,10 @@ def test_sent_bytes_reads_the_kernels_table(tmp_path: Path) -> None:
 
 def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
     batch = MLP(4, 1024, 2).make_batch(seed=0)
-    steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)  # what a process allocates once
+    steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)
+    # What a process allocates once, for matrices as the link is measured beside, and to remember collectives.
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+    fill_flight_recorder(CPU)
     found = {}
     for name, make in {**CONTENDERS, "compute_only": Contender}.items():
         workload = MLP(4, 1024, 2)
@@ -247,12 +250,12 @@ def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
 def test_footprints(pool: RankPool) -> None:
     gradients = 4 * (1024 * 1024 + 1024) * 4
     for found in pool.run(2, footprints):
-        # Objects other than tensors, and what the transport's threads keep, weigh less than a MiB.
+        # Objects other than tensors, and what the transport's threads keep, weigh less than half a MiB.
         held = {name: held / gradients for name, (held, _, _) in found.items()}
         assert held["compute_only"] == pytest.approx(1.0, rel=0.05)  # momentum, as large, is not counted
         assert held["stock"] == pytest.approx(2.0, rel=0.05)
         assert held["stock_views"] == pytest.approx(1.0, rel=0.05)
-        assert held["bucketed"] == pytest.approx(1.0, rel=0.05)
+        assert held["bucketed"] == pytest.approx(1.0, rel=0.02)
         assert all(peak >= held for held, peak, _ in found.values())
         messages = {name: count for name, (_, _, count) in found.items()}
         # Torch closes a bucket when it is over the cap, the reducer before it would be; and the ballot.

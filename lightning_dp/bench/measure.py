@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_dp.bench.clock import StepSeconds, StepTimer, sent_bytes
 from lightning_dp.bench.contenders import Contender, OptimizerFactory, Transfer, Watched
-from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.memory import Footprint, fill_flight_recorder, footprint
 from lightning_dp.bench.workloads import Workload
 from lightning_dp.reduction.wire import Wire
 
@@ -106,6 +106,7 @@ class Rounds:
         self._transfer = Transfer(sum(self._nbytes), device)
         self._transfer.start()  # what the first collective of a process allocates is no contender's
         self._transfer.wait()
+        fill_flight_recorder(device)
         self._footprints = {name: self._footprint(make) for name, make in contenders.items()}
         self._contenders = {name: self._make(make) for name, make in contenders.items()}
         self._plain = self._make(Contender)
