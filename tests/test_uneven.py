@@ -654,8 +654,9 @@ def count_even(rank: int, lengths: tuple) -> int:
 
 
 def test_sized_loaders_cost_no_message_per_batch(pool: RankPool) -> None:
-    short = pool.run(2, count_even, (10, 10))[0]
-    long = pool.run(2, count_even, (30, 30))[0]
+    # Long enough for both to have measured how to send, which takes a message or two, and twelve steps.
+    short = pool.run(2, count_even, (20, 20))[0]
+    long = pool.run(2, count_even, (40, 40))[0]
     # A batch costs Lightning's own broadcast, one bucket and the ballot; nothing else grows with the number of batches.
     assert long - short == 20 * 3
 
