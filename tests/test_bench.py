@@ -20,6 +20,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from rank_pool import RankPool
 from test_train_program import run_program
+from test_transport_threads import policies
 from torch import Tensor, nn
 
 from lightning_dp.bench.clock import StepTimer, sent_bytes
@@ -112,9 +113,7 @@ def test_a_contender_takes_the_step_of_one_device(name: str, pool: RankPool) -> 
 def policies_in_backward(rank: int, in_batches: bool) -> set[int]:
     contender, threads = made(partial(StockDDP, in_batches=in_batches)), TransportThreads()
     seen: set[int] = set()
-    next(contender.workload.parameters()).register_hook(
-        lambda _: seen.update(os.sched_getscheduler(thread) for thread in threads.ids)
-    )
+    next(contender.workload.parameters()).register_hook(lambda _: seen.update(policies(threads)))
     steps(contender, contender.workload.make_batch(seed=rank).double(), 4)  # type: ignore[operator]
     return seen
 

@@ -35,7 +35,8 @@ from test_fabric import *
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy={name!r})
 fabric.launch()
-model, optimizer = fabric.setup(*(lambda model: (model, optimizer_of("sgd", model.parameters())))(net()))
+model = net()
+model, optimizer = fabric.setup(model, optimizer_of("sgd", model.parameters()))
 for index in range(3):
     fabric.backward(loss_of(model, samples(index, fabric.global_rank, 2)))
     optimizer.step()

@@ -24,6 +24,7 @@ from test_reducer import (
     single_device,
     train_ranks,
 )
+from test_transport_threads import policies
 from torch import Tensor, nn
 
 from lightning_dp.reduction import GradientReducer, ReducerConfig, tuning
@@ -203,7 +204,7 @@ def policies_by_step(rank: int) -> tuple[list[set[int]], bool]:
         model.zero_grad()
         with reducer.backward_pass(count=2) as weight:
             (mean_loss(model, torch.ones(2, 8)) * weight).backward()
-            seen.append({os.sched_getscheduler(thread) for thread in threads.ids})
+            seen.append(set(policies(threads)))
 
     with mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: ONE_MESSAGE):
         reducer = GradientReducer(model.named_parameters(), config=AUTO)
@@ -394,8 +395,11 @@ class SlowWire(Wire):
     """A wire on which a message takes its time, one after the other."""
 
     def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
-        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + 2e-3 + tensor.numel() * 4 * 1e-8
+        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + self.seconds(tensor.numel() * 4)
         return Until(self.free)
+
+    def seconds(self, nbytes: int) -> float:
+        return 2e-3 + nbytes * 1e-8
 
     def wait(self, work: Until, what: str) -> None:  # type: ignore[override]
         time.sleep(max(0.0, work.end - time.perf_counter()))
@@ -413,9 +417,8 @@ def test_the_link_is_measured() -> None:
 class DearWire(SlowWire):
     """One on which each message takes 40 ms, whatever its size up to a MiB."""
 
-    def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
-        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + 0.04 * max(1.0, tensor.numel() * 4 / MIB)
-        return Until(self.free)
+    def seconds(self, nbytes: int) -> float:
+        return 0.04 * max(1.0, nbytes / MIB)
 
 
 def test_the_price_of_a_message_is_not_taken_for_one_of_its_bytes() -> None:
@@ -429,9 +432,8 @@ def test_the_price_of_a_message_is_not_taken_for_one_of_its_bytes() -> None:
 class NarrowWire(SlowWire):
     """One of 8 MiB a second."""
 
-    def all_reduce(self, tensor: Tensor) -> Until:  # type: ignore[override]
-        self.free = max(getattr(self, "free", 0.0), time.perf_counter()) + tensor.numel() * 4 / (8 * MIB)
-        return Until(self.free)
+    def seconds(self, nbytes: int) -> float:
+        return nbytes / (8 * MIB)
 
 
 def test_what_a_slow_links_largest_messages_take_is_not_waited_for() -> None:

@@ -24,9 +24,9 @@ class ReducerConfig:
         bucket_cap_mb: Cap on a bucket in MiB; a larger parameter has a bucket to itself. ``"auto"`` starts with 25,
             measures a few steps and the link, plans buckets that finish as early as can be, and tries that plan against
             buckets of 1, 4 and 25 in some more steps; on a CPU each with and without transport threads that interrupt
-            backward. The plan decides in which order ranks' gradients are added up, so runs
-            may differ in the last bits; under ``torch.use_deterministic_algorithms`` 25 stays. So it does with a
-            communication hook, which may remember things by bucket.
+            backward. The plan decides in which order ranks' gradients are added up, so runs may differ in the last
+            bits; under ``torch.use_deterministic_algorithms`` 25 stays. So it does with a communication hook, which may
+            remember things by bucket.
         first_bucket_cap_mb: Cap on the first bucket launched in MiB; small, so that communication starts early.
         overlap: Launch buckets during backward. If not, all are launched at its end: slower, but right for a model
             whose gradients fire a different number of times from step to step.

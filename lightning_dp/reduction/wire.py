@@ -40,12 +40,14 @@ class Wire:
 
     def shares_cores(self, device: torch.device) -> bool:
         """Whether messages are moved on the cores that compute, by threads that can be kept from interrupting."""
-        return device.type == "cpu" and self.world_size > 1 and self._threads.can_change
+        return self._sends_beside(device) and self._threads.can_change
 
     def beside_compute(self, device: torch.device, in_batches: bool = True) -> AbstractContextManager[object]:
         """While this process computes: on a CPU the threads that move messages do not interrupt, if ``in_batches``."""
-        shared = device.type == "cpu" and self.world_size > 1
-        return self._threads.in_batches() if in_batches and shared else nullcontext()
+        return self._threads.in_batches() if in_batches and self._sends_beside(device) else nullcontext()
+
+    def _sends_beside(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self.world_size > 1
 
     def reset_counters(self) -> None:
         """Starts counting anew."""
