@@ -241,7 +241,7 @@ def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
     for name, make in {**CONTENDERS, "compute_only": Contender}.items():
         workload = MLP(4, 1024, 2)
         optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        mine = footprint(lambda make=make, w=workload, o=optimizer: make(w, o), batch, 2, CPU)
+        _, mine = footprint(lambda make=make, w=workload, o=optimizer: make(w, o), batch, 2, CPU)
         found[name] = (mine.held, mine.peak, mine.messages)
     return found
 

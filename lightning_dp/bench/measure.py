@@ -107,9 +107,11 @@ class Rounds:
         self._transfer.start()  # what the first collective of a process allocates is no contender's
         self._transfer.wait()
         fill_flight_recorder(device)
-        self._footprints = {name: self._footprint(make) for name, make in contenders.items()}
-        self._contenders = {name: self._make(make) for name, make in contenders.items()}
-        self._plain = self._make(Contender)
+        self._footprints: dict[str, Footprint] = {}
+        self._contenders: dict[str, tuple[Contender, StepTimer]] = {}
+        for name, make in contenders.items():
+            self._contenders[name], self._footprints[name] = self._make(make)
+        self._plain, _ = self._make(Contender)
 
     def run(self, rounds: int) -> tuple[dict[str, Series], Anatomy]:
         """Measures.
@@ -124,9 +126,6 @@ class Rounds:
         watched: list[StepSeconds] = []
         alone: list[float] = []
         beside: list[tuple[float, float, float]] = []
-        for contender, timer in self._contenders.values():
-            while not contender.settled:
-                timer.step(contender, self._batch, self._count)
         for number in range(self.WARM_UP + rounds):
             if number == self.WARM_UP:
                 watched, alone, beside, self._watched.ready = [], [], [], []
@@ -142,14 +141,11 @@ class Rounds:
             beside.append(self._step_beside_transfer())
         return self._gather(steps), self._anatomy(watched, alone, beside)
 
-    def _make(self, make: ContenderFactory) -> tuple[Contender, StepTimer]:
+    def _make(self, make: ContenderFactory) -> tuple[tuple[Contender, StepTimer], Footprint]:
         workload = copy.deepcopy(self._workload)
         timer = StepTimer(workload, self._device, self._last, self._micro_batches)
-        return make(workload, self._optimizer), timer
-
-    def _footprint(self, make: ContenderFactory) -> Footprint:
-        workload = copy.deepcopy(self._workload)
-        return footprint(lambda: make(workload, self._optimizer), self._batch, self._count, self._device)
+        contender, seen = footprint(lambda: make(workload, self._optimizer), self._batch, self._count, self._device)
+        return (contender, timer), seen
 
     def _counted_step(self, contender: Contender, timer: StepTimer) -> tuple[StepSeconds, int | None]:
         dist.barrier()

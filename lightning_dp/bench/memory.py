@@ -34,8 +34,10 @@ class Footprint:
     messages: int
 
 
-def footprint(make: Callable[[], Contender], batch: Any, count: int, device: torch.device) -> Footprint:
-    """Runs a few steps of a new contender, the last ones under the profiler.
+def footprint(
+    make: Callable[[], Contender], batch: Any, count: int, device: torch.device
+) -> tuple[Contender, Footprint]:
+    """Makes a contender and runs steps until it works as it will from now on, the last ones under the profiler.
 
     Args:
         make: Makes the contender around a workload of its own that exists already.
@@ -65,7 +67,8 @@ def footprint(make: Callable[[], Contender], batch: Any, count: int, device: tor
         if event.name() == "[memory]" and event.device_type().name == device.type.upper():
             rise += event.nbytes()
             highest = max(highest, rise)
-    return Footprint(held, held + highest, sum(event.name().startswith("c10d::") for event in inside))
+    messages = sum(event.name().startswith("c10d::") for event in inside)
+    return contender, Footprint(held, held + highest, messages)
 
 
 def fill_flight_recorder(device: torch.device) -> None:

@@ -165,14 +165,13 @@ class Schedule:
 
     def _go_on_trying(self, end: float | None) -> None:
         assert self._trial is not None and self.forecast is not None
-        if self._trial.observe(end):
-            self.forecast = self.forecast.with_trial(self._trial.agree())
+        is_over = self._trial.observe(end)
+        self._take(self._trial.turn)
+        if is_over:
+            self.forecast = self.forecast.with_trial(self._trial.medians, self._trial.best)
             self._trial = None
-            self._take(self.forecast.best)
             if self._wire.rank == 0:
                 log.info(self.forecast.describe())
-        else:
-            self._take(self._trial.turn)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to send the same sums in the same order: plain numbers and strings."""

@@ -50,26 +50,28 @@ class Forecast:
     Attributes:
         candidates: A plan of the planner's own first; none twice.
         backward_end: When backward ended, in seconds after its start, as measured.
+        chosen: The number of the candidate that won the trial; before that the planner's own.
     """
 
     candidates: tuple[Candidate, ...]
     backward_end: float
+    chosen: int = 0
 
     @property
     def best(self) -> Candidate:
-        """The candidate that ended first in the trial, of equal ones the first; before that the planner's own."""
-        measured = [candidate for candidate in self.candidates if candidate.measured is not None]
-        return min(measured, key=lambda candidate: candidate.measured or 0.0) if measured else self.candidates[0]
+        """The candidate that won the trial; before that the planner's own."""
+        return self.candidates[self.chosen]
 
     @property
     def exposed(self) -> float:
         """Seconds of communication that are predicted to come after backward, with the best candidate."""
         return max(0.0, self.best.predicted - self.backward_end)
 
-    def with_trial(self, ends: Sequence[float | None]) -> Forecast:
-        """With what :class:`lightning_dp.reduction.trial.Trial` has measured."""
+    def with_trial(self, ends: Sequence[float | None], chosen: int) -> Forecast:
+        """With what :class:`lightning_dp.reduction.trial.Trial` has measured, and the number of the winner."""
         pairs = zip(self.candidates, ends, strict=True)
-        return replace(self, candidates=tuple(replace(candidate, measured=end) for candidate, end in pairs))
+        candidates = tuple(replace(candidate, measured=end) for candidate, end in pairs)
+        return replace(self, candidates=candidates, chosen=chosen)
 
     def describe(self) -> str:
         """In one line."""
