@@ -90,6 +90,17 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def save_config(cfg: DictConfig, folder: Path) -> Path:
+    """Writes ``config.yaml``, with every reference resolved, into a folder that is made if there is none.
+
+    Returns:
+        The file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    return folder / "config.yaml"
+
+
 def drop_unused_arguments(cfg: DictConfig, group: str, overrides: Sequence[str]) -> DictConfig:
     """The config of ``group`` for a class that was named on the command line.
 

@@ -374,9 +374,10 @@ def run_bench(folder: Path, *overrides: str) -> Any:
 def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path: Path) -> None:
     if network == "hosts" and not CAN_MAKE_HOSTS:
         pytest.skip("hosts need Linux and root")
-    done = run_bench(tmp_path, f"network={network}", *FEW)
+    folder = tmp_path / "not/there/yet"
+    done = run_bench(tmp_path, f"network={network}", f"output_dir={folder}", *FEW)
     assert done.code == 0, done.output
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
     rows = {row["name"]: row for row in results["rows"]}
     ours = ["bucketed", "bucketed_25", "bucketed_bf16", "bucketed_bf16_exact", "bucketed_unchecked"]
     assert list(rows) == ["compute_only", "reduce_after", "stock", "stock_4_in_batches", "stock_25", *ours]
@@ -392,7 +393,7 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert [name for name in rows if rows[name]["predicted_exposed"] is not None] == [ours[0], *ours[2:]]
     # What measures the link leaves buffers with the transport's threads, once in a process.
     assert rows["bucketed_25"]["held"] < rows["bucketed_25"]["peak"] < 40 * gradient_bytes
-    assert OmegaConf.load(tmp_path / "config.yaml").network.hosts == (2 if network == "hosts" else None)
+    assert OmegaConf.load(folder / "config.yaml").network.hosts == (2 if network == "hosts" else None)
 
 
 @pytest.mark.timeout(240)

@@ -184,7 +184,7 @@ def test_training_goes_on_from_a_checkpoint(default_run: tuple[Finished, Path], 
 
 
 def test_settings_are_overridden_on_the_command_line(tmp_path: Path) -> None:
-    overrides = ["strategy.bucket_cap_mb=1", "trainer.devices=4"]
+    overrides = ["strategy.bucket_cap_mb=1", "trainer.devices=4", "output_dir=not/there/yet"]
     overrides += ["trainer.accumulate_grad_batches=2", "trainer.max_epochs=1"]
     table = train(tmp_path, *overrides).table()
     assert list(table) == ["test/accuracy", *COMMUNICATION]
@@ -196,7 +196,7 @@ def test_settings_are_overridden_on_the_command_line(tmp_path: Path) -> None:
     assert formula == pytest.approx(2 * (4 - 1) / 4 * GRADIENT_KIB, abs=0.1)
     # Sent once per window, not once per batch.
     assert formula <= sent <= 1.001 * formula
-    saved = yaml.safe_load((run_folder_of(tmp_path) / "config.yaml").read_text())
+    saved = yaml.safe_load((tmp_path / "not/there/yet/config.yaml").read_text())
     assert saved["strategy"]["bucket_cap_mb"] == 1
 
 

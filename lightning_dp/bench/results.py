@@ -115,7 +115,8 @@ class Results:
 
 
 def save_results(results: Results, folder: Path) -> None:
-    """Writes ``results.json``."""
+    """Writes ``results.json`` into a folder that is made if there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS_FILE).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
 
 

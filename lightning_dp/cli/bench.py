@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_dp.bench.launch import BenchError, Place, run_ranks
 from lightning_dp.bench.rank import run_rank
 from lightning_dp.bench.results import Results, load_results, save_results, table_of
 from lightning_dp.cli.one_line_errors import one_line_errors
-from lightning_dp.config import config_directory
+from lightning_dp.config import config_directory, save_config
 
 WIDTH = 180  # of the table where output is not a terminal
 
@@ -32,8 +32,7 @@ def bench(cfg: DictConfig) -> Results | None:
     folder = Path(cfg.output_dir)
     place = Place.from_environment(os.environ)
     if place is None:
-        OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-        run_ranks(folder / "config.yaml", cfg.ranks, cfg.network.hosts, cfg.network.rate, cfg.timeout)
+        run_ranks(save_config(cfg, folder), cfg.ranks, cfg.network.hosts, cfg.network.rate, cfg.timeout)
         results = load_results(folder)
     else:
         results = run_rank(cfg, place)

@@ -11,13 +11,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from lightning_dp.callbacks import SafeRequeue
 from lightning_dp.cli.one_line_errors import one_line_errors
-from lightning_dp.config import config_directory, drop_unused_arguments, register_configs
+from lightning_dp.config import config_directory, drop_unused_arguments, register_configs, save_config
 from lightning_dp.insight.run_report import RunReport
 from lightning_dp.strategy import BucketedDDPStrategy
 
@@ -48,7 +48,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         logger=[instantiate(logger) for logger in cfg.logger.values()],
     )
     if trainer.is_global_zero:
-        OmegaConf.save(cfg, Path(cfg.output_dir) / "config.yaml", resolve=True)
+        save_config(cfg, Path(cfg.output_dir))
 
     stopped = next((callback.checkpoint for callback in callbacks if isinstance(callback, SafeRequeue)), None)
     trainer.fit(model, data, ckpt_path=stopped or cfg.ckpt_path)
