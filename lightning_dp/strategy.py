@@ -627,10 +627,7 @@ class BucketedDDPStrategy(DDPStrategy):
         """Adds what a resumed run needs, the same on every rank, if there was any training."""
         learnt = self._reducer.state_dict() if self._reducer is not None else self._former_reducer
         if learnt is not None:
-            module = self.lightning_module
-            # After an exception this rank may be alone.
-            alone = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-            self._parts.save(checkpoint, learnt, _metrics(module), alone)
+            self._parts.save(checkpoint, learnt, _metrics(self.lightning_module), self._may_be_alone)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -641,6 +638,21 @@ class BucketedDDPStrategy(DDPStrategy):
             assert self.lightning_module is not None
             self.lightning_module.trainer.callback_metrics.update(metrics)
             self._has_metrics = True
+
+    @property
+    def _may_be_alone(self) -> bool:
+        """Whether an exception ends this rank's run: the others may be anywhere, so nothing is to wait for them."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; not after an exception, so that a checkpoint can be saved then by each for itself."""
+        if not self._may_be_alone:
+            super().barrier(*args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, say yes; after an exception what this one says."""
+        return decision if self._may_be_alone else super().reduce_boolean_decision(decision, all)
 
     @property
     def _parts(self) -> RunParts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, relative_error, samples, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_uneven import Rows, counts_of, loader_of
@@ -458,3 +460,43 @@ def test_a_resumed_epoch_keeps_its_seed_whatever_the_processes_have(pool: RankPo
     results = pool.run(2, resume_after_error, str(tmp_path), (0, 41))
     seen = sorted(i for first, resumed, _, _ in results for i in first[0] + resumed[0])
     assert seen == list(range(23))
+
+
+# ------------------------------------------------------------------------------------------- after an exception
+
+PATIENCE = 8  # seconds that a rank waits for another one
+
+
+class FailsOnRank1(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == 2:
+            raise ZeroDivisionError("the rank's own error")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_one_rank(rank: int, strategy: str, folder: Path) -> tuple[str, float]:
+    saving = ModelCheckpoint(folder, save_on_exception=True, save_last="link", every_n_train_steps=100)
+    trainer = trainer_of(strategy, 2, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
+    start = time.monotonic()
+    try:
+        trainer.fit(FailsOnRank1(), DataLoader(Batches([[2, 2]] * 4, rank, "samples"), batch_size=None))
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_rank_that_saves_on_its_exception_waits_for_nobody(pool: RankPool, tmp_path: Path) -> None:
+    (others, waited), (own, took) = pool.run(2, fail_on_one_rank, "bucketed_ddp", tmp_path, group_timeout=PATIENCE)
+    assert own == "ZeroDivisionError"
+    assert took < PATIENCE
+    assert others == "CommunicationError"
+    assert waited < 2 * PATIENCE
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+
+
+def test_with_stock_ddp_its_error_is_lost_while_it_waits(pool: RankPool, tmp_path: Path) -> None:
+    """Negative control."""
+    _, (own, took) = pool.run(2, fail_on_one_rank, "ddp", tmp_path, group_timeout=2)
+    assert own != "ZeroDivisionError"
+    assert took > 2
