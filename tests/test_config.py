@@ -28,6 +28,7 @@ from lightning_dp.cli.train import main
 from lightning_dp.config import BucketedDDPConfig, config_directory, drop_unused_arguments, register_configs
 from lightning_dp.demo.convnet import DigitsNet
 from lightning_dp.demo.digits import DigitsDataModule
+from lightning_dp.monitor import DataParallelMonitor
 
 CONF = config_directory()
 # Every file of every group, with what its config is an instance of; a group of several objects holds them by name.
@@ -39,6 +40,7 @@ CHOICES: dict[tuple[str, str], Any] = {
         "progress_bar": TQDMProgressBar,
         "safe_requeue": SafeRequeue,
     },
+    ("callbacks", "monitor"): {"data_parallel_monitor": DataParallelMonitor},
     ("callbacks", "none"): {},
     ("callbacks", "requeue"): {"safe_requeue": SafeRequeue},
     ("callbacks", "progress_bar"): {"progress_bar": TQDMProgressBar},
@@ -97,6 +99,13 @@ def test_every_choice_composes_and_its_objects_can_be_made(group: str, choice: s
     else:
         made = instantiate(cfg[group])
     assert type(made) is CHOICES[group, choice]
+
+
+def test_several_choices_of_a_group_add_up() -> None:
+    assert list(composed("callbacks=[default,monitor]").callbacks) == [
+        *CHOICES["callbacks", "default"],
+        *CHOICES["callbacks", "monitor"],
+    ]
 
 
 def test_logs_and_checkpoints_go_into_the_run_folder(tmp_path: Path) -> None:
