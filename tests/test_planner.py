@@ -27,7 +27,10 @@ def all_cuts(n):
 
 
 def simulated(segments, ready, nbytes, link):
-    """A queue: a message joins when its last gradient is there, the link takes one at a time, in order."""
+    """A queue: a message joins when its last gradient is there, the link takes one at a time, in order.
+
+    Ranks compute until the last gradient is there; until then and from then on a message advances at two speeds.
+    """
     joined, now, clock = [], 0.0, 0.0
     for a, b in pairwise([0, *accumulate(segments)]):
         now = max([now, *ready[a:b]])
@@ -35,19 +38,23 @@ def simulated(segments, ready, nbytes, link):
     for when, size in joined:
         if clock < when:
             clock = when
-        clock += link.busy(size)
+        beside = min(1.0, max(0.0, max(ready) - clock) / link.busy(size))  # of the message
+        clock += beside * link.busy(size) + (1 - beside) * link.busy(size, waiting=True)
     return clock + link.latency
 
 
 gradients = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 50_000)), min_size=1, max_size=9)
 links = st.builds(
-    lambda latency, overhead, beta, knee: Link(
-        latency, ((1.0, overhead), (1e3, overhead + knee), (1e5, 1e5 * beta + 1))
+    lambda latency, overhead, beta, knee, waiting: Link(
+        latency,
+        ((1.0, overhead), (1e3, overhead + knee), (1e5, 1e5 * beta + 1)),
+        ((1e3, waiting * overhead), (1e5, waiting * (1e5 * beta + 1))) if waiting else (),
     ),
     st.floats(0, 0.01),
     st.floats(1e-4, 0.1),
     st.floats(1e-7, 1e-4),
     st.floats(0, 0.1),
+    st.sampled_from([None, 0.2, 0.9, 1.0, 1.3]),
 )
 
 
@@ -87,6 +94,27 @@ def test_a_slower_link_never_finishes_earlier(rows, factor):
 )
 def test_the_cost_of_a_message(nbytes, seconds):
     assert FAST.busy(nbytes) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_what_it_costs_while_ranks_wait():
+    link = Link(0.0, FAST.points, ((1000.0, 0.001), (10_000.0, 0.002)))
+    assert link.busy(5500) == pytest.approx(0.03)
+    assert link.busy(5500, waiting=True) == pytest.approx(0.0015)
+    assert FAST.busy(5500, waiting=True) == FAST.busy(5500)
+
+
+@pytest.mark.parametrize(
+    ("start", "free"),
+    [
+        pytest.param(0.0, 0.4, id="beside compute"),
+        pytest.param(0.6, 1.0, id="to the end of it"),
+        pytest.param(0.9, 1.0 + 0.75 * 0.1, id="a quarter beside it"),
+        pytest.param(1.0, 1.1, id="after it"),
+        pytest.param(2.0, 2.1, id="long after it"),
+    ],
+)
+def test_a_message_is_faster_from_when_ranks_only_wait(start, free):
+    assert Link(0.0, ((1e5, 0.4),), ((1e5, 0.1),)).free_after(start, 1e5, compute_end=1.0) == pytest.approx(free)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
 
-from lightning_dp.reduction import GradientReducer, transport_threads, tuning
+from lightning_dp.reduction import GradientReducer, ReducerConfig, transport_threads, tuning
 from lightning_dp.reduction.transport_threads import TransportThreads
 from lightning_dp.reduction.wire import Wire
 
@@ -124,6 +124,9 @@ def in_a_reducer(rank: int) -> dict[str, list[int]]:
     with pytest.raises(ZeroDivisionError), reducer.backward_pass(count=1):
         _ = 1 / 0
     seen["error"] = policies(threads)
+    late = GradientReducer(nn.Linear(3, 2).named_parameters(), config=ReducerConfig(overlap=False))
+    with late.backward_pass(count=1):
+        seen["nothing to send"] = policies(threads)
     return seen
 
 
@@ -131,10 +134,11 @@ def test_a_reducer_changes_them_while_backward_sends(pool: RankPool) -> None:
     for seen in pool.run(2, in_a_reducer):
         policy = {when: set(policies) for when, policies in seen.items()}
         normal, batch = {os.SCHED_OTHER}, {os.SCHED_BATCH}
-        assert policy == {"before": normal, "no_sync": normal, "backward": batch, "after": normal, "error": normal}
+        assert policy.pop("backward") == batch
+        assert policy == dict.fromkeys(("before", "no_sync", "after", "error", "nothing to send"), normal)
 
 
-def while_measuring(rank: int, in_batches: bool) -> set[int]:
+def while_measuring(rank: int, how: str) -> set[int]:
     seen, threads, compute = set(), threads_of_now(), tuning._compute_during
 
     def watched(works: list[dist.Work | None]) -> None:
@@ -143,15 +147,15 @@ def while_measuring(rank: int, in_batches: bool) -> set[int]:
 
     tuning._compute_during = watched
     try:
-        tuning.measure_link(Wire(), torch.device("cpu"), in_batches)
+        tuning.measure_link(Wire(), torch.device("cpu"), how)
     finally:
         tuning._compute_during = compute
     return seen
 
 
 def test_the_link_is_measured_as_it_is_used(pool: RankPool) -> None:
-    assert pool.run(2, while_measuring, True) == [{os.SCHED_BATCH}] * 2
-    assert pool.run(2, while_measuring, False) == [{os.SCHED_OTHER}] * 2
+    assert pool.run(2, while_measuring, "in batches") == [{os.SCHED_BATCH}] * 2
+    assert pool.run(2, while_measuring, "interrupting") == [{os.SCHED_OTHER}] * 2
 
 
 def interruptions(rank: int) -> tuple[float, float]:

@@ -122,7 +122,7 @@ def tuned(
     wire = type("ThisWire", (wire,), {"link": real})
     plans, messages = [], []
     with (
-        mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: measured),
+        mock.patch.object(tuning, "measure_link", lambda wire, device, beside_compute=None: measured),
         mock.patch.object(reducers, "Wire", wire),
     ):
         reducer = GradientReducer(model.named_parameters(), config=config)
@@ -208,7 +208,7 @@ def policies_by_step(rank: int) -> tuple[list[set[int]], bool]:
             (mean_loss(model, torch.ones(2, 8)) * weight).backward()
             seen.append(set(policies(threads)))
 
-    with mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: ONE_MESSAGE):
+    with mock.patch.object(tuning, "measure_link", lambda wire, device, beside_compute=None: ONE_MESSAGE):
         reducer = GradientReducer(model.named_parameters(), config=AUTO)
         for _ in range(STEPS):
             step(reducer)
@@ -288,7 +288,7 @@ def resumed(rank: int) -> tuple:
     cheap = Link(0.0, ((1.0, 1e-9), (1e6, 1e-3)))
     states, plans = [], []
     with (
-        mock.patch.object(tuning, "measure_link", lambda wire, device, in_batches: cheap),
+        mock.patch.object(tuning, "measure_link", lambda wire, device, beside_compute=None: cheap),
         mock.patch.object(Wire, "shares_cores", lambda wire, device: False),
     ):
         for step in range(STEPS):
@@ -454,7 +454,7 @@ class SlowWire(Wire):
 
 
 def test_the_link_is_measured() -> None:
-    link = measure_link(SlowWire(), torch.device("cpu"), False)
+    link = measure_link(SlowWire(), torch.device("cpu"), "interrupting")
     for nbytes in (100_000, 1_000_000, 4_000_000):
         assert link.busy(nbytes) == pytest.approx(2e-3 + nbytes * 1e-8, rel=0.5)
     assert link.latency == pytest.approx(2e-3, rel=1.0)
@@ -471,7 +471,7 @@ class DearWire(SlowWire):
 
 def test_the_price_of_a_message_is_not_taken_for_one_of_its_bytes() -> None:
     start = time.perf_counter()
-    link = measure_link(DearWire(), torch.device("cpu"), False)
+    link = measure_link(DearWire(), torch.device("cpu"), "interrupting")
     assert link.busy(MIB) == pytest.approx(0.04, rel=0.2)
     assert link.busy(4 * MIB) == pytest.approx(0.16, rel=0.2)
     assert time.perf_counter() - start < 10
@@ -486,7 +486,7 @@ class NarrowWire(SlowWire):
 
 def test_what_a_slow_links_largest_messages_take_is_not_waited_for() -> None:
     start = time.perf_counter()
-    link = measure_link(NarrowWire(), torch.device("cpu"), False)
+    link = measure_link(NarrowWire(), torch.device("cpu"), "interrupting")
     assert link.points[-1][0] < 4 * MIB
     assert link.busy(4 * MIB) == pytest.approx(0.5, rel=0.2)
     assert time.perf_counter() - start < 5
@@ -502,7 +502,7 @@ def test_a_message_that_never_ends_does_not_keep_the_cores_busy_for_ever(monkeyp
 def links(rank: int) -> Link:
     if rank:
         time.sleep(0.1)  # a late rank is no slow link
-    return measure_link(Wire(), torch.device("cpu"), False)
+    return measure_link(Wire(), torch.device("cpu"), "interrupting")
 
 
 def test_all_ranks_see_one_link(pool: RankPool) -> None:
@@ -541,7 +541,7 @@ def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.M
     wire = mock.Mock(spec=Wire)
     theirs = (([0.1, 0.9], 0.5), False)
     wire.gather.side_effect = lambda mine: [mine, theirs]
-    monkeypatch.setattr(tuning, "measure_link", lambda wire, device, in_batches: LINK)
+    monkeypatch.setattr(tuning, "measure_link", lambda wire, device, beside_compute=None: LINK)
     wire.shares_cores.return_value = False
     tuner = PlanTuner(wire, torch.device("cpu"))
     seen = [tuner.observe({0: 0.2 + d, 1: 0.3 + d}, 0.4 + d) for d in (7.0, 0.0, 0.1, 5.0)]
@@ -554,3 +554,26 @@ def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.M
     # None is tried twice.
     assert [candidate.name for candidate in forecast.candidates] == ["planned", "one"]
     assert [candidate.segments for candidate in forecast.candidates] == [(1, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "finish"),
+    [
+        # Both gradients leave beside compute, where 100 bytes take 0.3 s: the first is through when compute ends.
+        pytest.param(True, 0.5 + 0.1, id="the last one is sent while ranks wait"),
+        pytest.param(False, 0.5 + 0.1 + 0.1, id="both are"),
+    ],
+)
+def test_after_backward_messages_cost_what_they_cost_when_ranks_wait(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, finish: float
+) -> None:
+    waiting = Link(0.0, ((100.0, 0.1), (200.0, 0.25)))
+    beside = Link(9.0, ((100.0, 0.3), (200.0, 0.6)))
+    monkeypatch.setattr(tuning, "measure_link", lambda w, d, beside_compute=None: beside if beside_compute else waiting)
+    wire = mock.Mock(spec=Wire, **{"gather.side_effect": lambda mine: [mine], "shares_cores.return_value": False})
+    tuner = PlanTuner(wire, torch.device("cpu"))
+    for _ in range(tuner.BACKWARDS):
+        tuner.observe({0: 0.2, 1: 0.5}, 0.5)
+    forecast = tuner.forecast({}, [0, 1], [100, 100], overlap=overlap)
+    assert forecast is not None
+    assert forecast.best.predicted == pytest.approx(finish)

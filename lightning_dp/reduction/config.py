@@ -76,6 +76,11 @@ class ReducerConfig:
         }
 
     @property
+    def sends_during_backward(self) -> bool:
+        """Whether buckets leave while backward runs."""
+        return self.overlap and not self.drop_nonfinite
+
+    @property
     def cap_mb(self) -> float:
         """Cap on a bucket in MiB where nothing has been planned by measurement."""
         return FIXED_CAP_MB if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb

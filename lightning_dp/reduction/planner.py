@@ -31,28 +31,41 @@ class Link:
     """What all-reduces cost when they follow each other closely.
 
     Several are in flight at a time, so each costs the link less than it takes by itself: the next one's bytes travel
-    while the last bytes of this one are waited for. How much less depends on size, so it is measured at a few.
+    while the last bytes of this one are waited for. How much less depends on size, so it is measured at a few. On a CPU
+    it also depends on whether the cores that move messages compute meanwhile, as they do until the last gradient is
+    ready, or only wait.
 
     Attributes:
         latency: Seconds between a message's end on the link and its completion on the ranks.
         points: (bytes, seconds that the link is busy with one message of them), by ascending size; at least one.
             Between them costs are interpolated, below the first they stay, above the last they grow in proportion.
+        waiting: The same while ranks only wait; empty where that makes no difference.
     """
 
     latency: float
     points: tuple[tuple[float, float], ...]
+    waiting: tuple[tuple[float, float], ...] = ()
 
-    def busy(self, nbytes: float) -> float:
-        """Seconds that the link is busy with one message."""
-        sizes = [size for size, _ in self.points]
+    def busy(self, nbytes: float, waiting: bool = False) -> float:
+        """Seconds that the link is busy with one message, while ranks compute or, with ``waiting``, only wait."""
+        points = self.waiting if waiting and self.waiting else self.points
+        sizes = [size for size, _ in points]
         at = bisect_right(sizes, nbytes)
         if at == 0:
-            return self.points[0][1]
-        (size, seconds) = self.points[at - 1]
-        if at == len(self.points):
+            return points[0][1]
+        (size, seconds) = points[at - 1]
+        if at == len(points):
             return seconds * nbytes / size
-        next_size, next_seconds = self.points[at]
+        next_size, next_seconds = points[at]
         return seconds + (next_seconds - seconds) * (nbytes - size) / (next_size - size)
+
+    def free_after(self, start: float, nbytes: float, compute_end: float) -> float:
+        """When the link is free again after a message that it takes up at ``start``, if ranks compute until then."""
+        beside = self.busy(nbytes)
+        if start + beside <= compute_end:
+            return start + beside
+        left = 1.0 if start >= compute_end else 1.0 - (compute_end - start) / beside
+        return max(start, compute_end) + left * self.busy(nbytes, waiting=True)
 
 
 def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequence[float], link: Link) -> float:
@@ -68,10 +81,10 @@ def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequ
         Seconds after the start of backward.
     """
     assert sum(segments) == len(ready) == len(nbytes)
-    free, latest = 0.0, 0.0
+    free, latest, compute_end = 0.0, 0.0, max(ready, default=0.0)
     for first, end in pairwise([0, *accumulate(segments)]):
         latest = max(latest, *ready[first:end])  # messages leave in order
-        free = max(free, latest) + link.busy(sum(nbytes[first:end]))
+        free = link.free_after(max(free, latest), sum(nbytes[first:end]), compute_end)
     return free + link.latency if segments else 0.0
 
 
@@ -131,17 +144,21 @@ def best_segments(ready: Sequence[float], nbytes: Sequence[float], link: Link) -
     latest = list(accumulate(ready, max))
     at = torch.tensor([latest[end - 1] for end in ends[1:]], dtype=torch.float64)
     total = list(accumulate(nbytes, initial=0.0))
-    # cost[i, j]: the link's time for units i to j in one message.
-    cost = torch.full((n, n), float("inf"), dtype=torch.float64)
+    # beside[i, j]: the link's time for units i to j in one message while ranks compute; after[i, j]: while they wait.
+    beside, after = (torch.full((n, n), float("inf"), dtype=torch.float64) for _ in range(2))
     for i in range(n):
         for j in range(i, n):
-            cost[i, j] = link.busy(total[ends[j + 1]] - total[ends[i]])
+            size = total[ends[j + 1]] - total[ends[i]]
+            beside[i, j], after[i, j] = link.busy(size), link.busy(size, waiting=True)
     # free[m][j]: when the link is free again after the first j units in m messages.
     free = [torch.full((n + 1,), float("inf"), dtype=torch.float64)]
     free[0][0] = 0.0
     came_from = []
     for _ in range(n):
-        finish = torch.maximum(free[-1][:-1, None], at[None, :]) + cost
+        start = torch.maximum(free[-1][:-1, None], at[None, :])
+        left = (1 - (at[-1] - start) / beside).clamp(max=1.0)  # of a message, when the last gradient is ready
+        late = torch.maximum(start, at[-1]) + left * after
+        finish = torch.where((left > 0) & (beside < float("inf")), late, start + beside)
         best, where = finish.min(0)
         free.append(torch.cat([torch.full((1,), float("inf"), dtype=torch.float64), best]))
         came_from.append(where.tolist())

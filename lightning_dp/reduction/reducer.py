@@ -177,7 +177,8 @@ class GradientReducer:
         # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
         # may have left, so the next pass refuses to go on.
         weight = self._begin(count, label, loss)
-        with self.wire.beside_compute(self._device, self._sync and self._schedule.in_batches):
+        sends = self._sync and self.config.sends_during_backward
+        with self.wire.beside_compute(self._device, sends and self._schedule.in_batches):
             yield weight
         self._end(divided_by)
 
@@ -319,7 +320,7 @@ class GradientReducer:
         self._window.micro_batches += 1
         self._timeline.start()
         self._schedule.watch()
-        at_once = self.config.overlap and self._sync and not self._discard and not self.config.drop_nonfinite
+        at_once = self.config.sends_during_backward and self._sync and not self._discard
         self._launcher.arm(self._schedule.expected if at_once else None)
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:

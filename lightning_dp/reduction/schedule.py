@@ -148,11 +148,10 @@ class Schedule:
             self._go_on_trying(end if seen else None)
         elif self._tuner is not None and self._tuner.observe(seen, backward_end):
             nbytes = [p.numel() * itemsize(p.dtype) for p in self._parameters]
-            overlap = self._config.overlap and not self._config.drop_nonfinite
             sizes = [nbytes[index] for index in self._order]
             simple = {f"{size:g} MiB": filled_segments(sizes, size * MIB) for size in TRIED_MB}
             simple[f"{FIXED_CAP_MB:g} MiB"] = segments_of(self._by_caps(FIXED_CAP_MB), self._order)
-            self.forecast = self._tuner.forecast(simple, self._order, nbytes, overlap)
+            self.forecast = self._tuner.forecast(simple, self._order, nbytes, self._config.sends_during_backward)
             if self.forecast is not None:
                 self._tuner = None
                 self._trial = Trial(self._wire, self.forecast.candidates)

@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from lightning_dp.reduction.buckets import BucketPlan
 from lightning_dp.reduction.planner import Link, predict_finish, sturdy_segments
 from lightning_dp.reduction.wire import Wire
+
+Beside = Literal["interrupting", "in batches"]  # how threads that move messages behave beside compute
 
 KIB = 1024
 MAX_BURST_SECONDS = 10.0
@@ -145,8 +149,12 @@ class PlanTuner:
         ready = [max(times) for times in zip(*(theirs[0] for theirs in everyone), strict=True)]
         sizes = [nbytes[index] for index in order]
         candidates: list[Candidate] = []
+        waiting = measure_link(self._wire, self._device)
         for in_batches in (True, False) if any(has_choice for _, has_choice in answers) else (None,):
-            link = measure_link(self._wire, self._device, bool(in_batches))
+            link = waiting
+            if overlap and self._device.type == "cpu":
+                beside = measure_link(self._wire, self._device, "in batches" if in_batches else "interrupting")
+                link = replace(beside, latency=waiting.latency, waiting=waiting.points)
             plans: dict[tuple[int, ...], str] = {}
             for name, segments in {"planned": sturdy_segments(ready, sizes, link), **simple}.items():
                 plans.setdefault(segments, name)
@@ -164,25 +172,27 @@ def segments_of(plan: BucketPlan, order: Sequence[int]) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
-def measure_link(wire: Wire, device: torch.device, in_batches: bool) -> Link:
+def measure_link(wire: Wire, device: torch.device, beside_compute: Beside | None = None) -> Link:
     """Times bursts of all-reduces of a few sizes; the same result on all ranks.
 
     On a CPU the transport runs on the cores that compute, where each message then costs several times what it does on
-    idle ones; so they are kept busy meanwhile, as they are during backward. Larger sizes are left out where time grows
-    with size and a burst would take more than half a second, and where all has taken long.
+    idle ones; so both are to be known. Larger sizes are left out where time grows with size and a burst would take more
+    than half a second, and where all has taken long.
 
     Args:
         wire: The ranks.
         device: Where gradients are.
-        in_batches: Whether threads that move messages do not interrupt compute.
+        beside_compute: Whether cores are kept busy meanwhile, as they are during backward, and how the threads that
+            move messages behave; ``None``: ranks only wait.
     """
+    burst = partial(_burst_seconds, wire, device, beside_compute)
     sizes, points, longest = [16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB], [], 0.0
-    latency = _burst_seconds(wire, device, in_batches, 4 * KIB, 1)
+    latency = burst(4 * KIB, 1)
     slow, spent = False, 0.0
     for size in sizes:
         messages = 8 if size <= 256 * KIB else 4
         repeats = 1 if slow else 3
-        seconds = _burst_seconds(wire, device, in_batches, size, messages, repeats)
+        seconds = burst(size, messages, repeats)
         spent += (1 + repeats) * seconds
         before, longest = max(longest, latency), max(longest, seconds / messages)  # what takes less time is noise
         points.append((float(size), longest))
@@ -194,7 +204,7 @@ def measure_link(wire: Wire, device: torch.device, in_batches: bool) -> Link:
 
 
 def _burst_seconds(
-    wire: Wire, device: torch.device, in_batches: bool, nbytes: int, messages: int, repeats: int = 3
+    wire: Wire, device: torch.device, beside_compute: Beside | None, nbytes: int, messages: int, repeats: int = 3
 ) -> float:
     buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(messages)]
     seconds = []
@@ -202,9 +212,9 @@ def _burst_seconds(
         wire.gather(None)  # ranks start together
         _synchronize(device)
         start = time.perf_counter()
-        with wire.beside_compute(device, in_batches):
+        with wire.beside_compute(device, beside_compute == "in batches"):
             works = [wire.all_reduce(buffer) for buffer in buffers]
-            if device.type == "cpu":
+            if beside_compute is not None:
                 _compute_during(works)
         for work in works:
             wire.wait(work, "the measurement of the link")
