@@ -29,6 +29,7 @@ from lightning_dp.data.counts import CountFunction, as_count
 from lightning_dp.errors import ConfigurationError, CountWarning, LightningDPError
 from lightning_dp.health.samplers import describe_sampler
 from lightning_dp.insight.run_report import RunFigures, RunReport
+from lightning_dp.last_saves import LastSaves
 from lightning_dp.launch import ProgramLauncher
 from lightning_dp.loaders import TrainerLoaders
 from lightning_dp.progress import Progress
@@ -365,6 +366,7 @@ class BucketedDDPStrategy(DDPStrategy):
             rank_zero_info(f"bucketed_ddp ignores {', '.join(self._ddp_kwargs)}: what it is for is always so here")
         assert self.model is not None
         named = replicated(self.model, self.model.named_parameters())
+        self._last_saves = LastSaves(self.global_rank, self._settings.seconds)
         self._reducer = GradientReducer(named, config=self._settings.reducer)
         self._guard = StepGuard(self._reducer, ADVICE)
         self._stop, self._steps_pending = (), False
@@ -627,7 +629,9 @@ class BucketedDDPStrategy(DDPStrategy):
         """Adds what a resumed run needs, the same on every rank, if there was any training."""
         learnt = self._reducer.state_dict() if self._reducer is not None else self._former_reducer
         if learnt is not None:
-            self._parts.save(checkpoint, learnt, _metrics(self.lightning_module), self._may_be_alone)
+            self._parts.save(checkpoint, learnt, _metrics(self.lightning_module), self._is_failing)
+        if self._is_failing:
+            self._last_saves.begin()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -640,19 +644,22 @@ class BucketedDDPStrategy(DDPStrategy):
             self._has_metrics = True
 
     @property
-    def _may_be_alone(self) -> bool:
-        """Whether an exception ends this rank's run: the others may be anywhere, so nothing is to wait for them."""
+    def _is_failing(self) -> bool:
+        """Whether an exception is ending this rank's fit: the others may be anywhere."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return interrupted and self._reducer is not None  # until teardown
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; not after an exception, so that a checkpoint can be saved then by each for itself."""
-        if not self._may_be_alone:
+        """Waits for all ranks; while an exception ends this rank's fit only for a checkpoint that rank 0 is saving."""
+        if self._is_failing:
+            self._last_saves.end()
+        else:
             super().barrier(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, say yes; after an exception what this one says."""
-        return decision if self._may_be_alone else super().reduce_boolean_decision(decision, all)
+        """Whether all ranks, or any, say yes; while an exception ends this rank's fit, what this one says."""
+        return decision if self._is_failing else super().reduce_boolean_decision(decision, all)
 
     @property
     def _parts(self) -> RunParts:

@@ -22,6 +22,7 @@ ROWS = [
         "loaders",
         "watch",
         "checkpoint",
+        "last_saves",
         "step_guard",
         "other_namespaces",
         "hydra_job",

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning_runs import Batches, Counts, Module, flat, loss_of, optimizer_of, relative_error, samples, trainer_of
 from rank_pool import RankFailureError, RankPool
 from test_uneven import Rows, counts_of, loader_of
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dp import BucketedDDPStrategy
+from lightning_dp.last_saves import GRACE, LastSaves
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.002, "first_bucket_cap_mb": 0.001}
 EPOCHS = 3
@@ -464,39 +467,63 @@ def test_a_resumed_epoch_keeps_its_seed_whatever_the_processes_have(pool: RankPo
 
 # ------------------------------------------------------------------------------------------- after an exception
 
-PATIENCE = 8  # seconds that a rank waits for another one
+PATIENCE = 12  # seconds that a rank waits in a collective
+SAVING = 2.0  # seconds that a checkpoint takes to be written
 
 
-class FailsOnRank1(Module):
+class FailsOnSome(Module):
+    """Raises in its third batch on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.failed_at = float("nan")
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
+        if self.global_rank in self.ranks and batch_idx == 2:
+            self.failed_at = time.monotonic()
             raise ZeroDivisionError("the rank's own error")
         return super().training_step(batch, batch_idx)
 
 
-def fail_on_one_rank(rank: int, strategy: str, folder: Path) -> tuple[str, float]:
+class SlowWriter(TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(SAVING)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def fail(rank: int, ranks: tuple[int, ...], strategy: str, folder: Path, waits: bool = True) -> tuple[str, float, bool]:
+    """How the fit ends, how long after the rank's own failure, and whether the checkpoint is there by then."""
     saving = ModelCheckpoint(folder, save_on_exception=True, save_last="link", every_n_train_steps=100)
-    trainer = trainer_of(strategy, 2, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
-    start = time.monotonic()
-    try:
-        trainer.fit(FailsOnRank1(), DataLoader(Batches([[2, 2]] * 4, rank, "samples"), batch_size=None))
-    except Exception as error:
-        return type(error).__name__, time.monotonic() - start
-    return "", 0.0
+    settings = dict(max_epochs=1, callbacks=[saving], enable_checkpointing=True, plugins=[SlowWriter()])
+    trainer, module = trainer_of(strategy, 2, **settings), FailsOnSome(ranks)
+    data = DataLoader(Batches([[2, 2]] * 4, rank, "samples"), batch_size=None)
+    with contextlib.nullcontext() if waits else mock.patch.object(LastSaves, "end", lambda saves: None):
+        try:
+            trainer.fit(module, data)
+        except Exception as error:
+            return type(error).__name__, time.monotonic() - module.failed_at, (folder / "last.ckpt").exists()
+    return "", 0.0, False
 
 
-def test_a_rank_that_saves_on_its_exception_waits_for_nobody(pool: RankPool, tmp_path: Path) -> None:
-    (others, waited), (own, took) = pool.run(2, fail_on_one_rank, "bucketed_ddp", tmp_path, group_timeout=PATIENCE)
+def test_a_rank_that_saves_when_it_fails_does_not_wait_for_ranks_that_have_not(pool: RankPool, tmp_path: Path) -> None:
+    (others, *_), (own, took, _) = pool.run(2, fail, (1,), "bucketed_ddp", tmp_path, group_timeout=PATIENCE)
     assert own == "ZeroDivisionError"
-    assert took < PATIENCE
+    assert took < PATIENCE - 2
     assert others == "CommunicationError"
-    assert waited < 2 * PATIENCE
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert saved["global_step"] == 2
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
 def test_with_stock_ddp_its_error_is_lost_while_it_waits(pool: RankPool, tmp_path: Path) -> None:
     """Negative control."""
-    _, (own, took) = pool.run(2, fail_on_one_rank, "ddp", tmp_path, group_timeout=2)
+    _, (own, took, _) = pool.run(2, fail, (1,), "ddp", tmp_path, group_timeout=PATIENCE)
     assert own != "ZeroDivisionError"
-    assert took > 2
+    assert took >= PATIENCE - 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ranks_that_fail_together_stay_until_rank_0_has_written(pool: RankPool, tmp_path: Path, waits: bool) -> None:
+    for rank, (own, took, is_there) in enumerate(pool.run(2, fail, (0, 1), "bucketed_ddp", tmp_path, waits)):
+        assert own == "ZeroDivisionError"
+        assert is_there is (waits or rank == 0)  # without waiting rank 1 is gone before: the control
+        assert took < SAVING + GRACE

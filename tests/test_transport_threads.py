@@ -8,6 +8,7 @@ import resource
 import statistics
 import sys
 import threading
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -80,6 +81,9 @@ def test_where_it_is_forbidden_and_for_threads_that_ended_nothing_happens(monkey
     gone = threading.Thread(target=lambda: None)
     gone.start()
     gone.join()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/self/task/{gone.native_id}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel is a little behind
     threads = TransportThreads()
     threads.ids = (gone.native_id or 0, os.getppid())  # and one of another process
     with threads.in_batches() as changed:

@@ -382,6 +382,18 @@ def test_the_better_half_of_the_ways_goes_on_for_twice_as_long(best: int) -> Non
     assert [met[way] for way in near] == sorted(met.values(), reverse=True)
 
 
+def tried_by_ranks(rank: int) -> tuple[list[int], int, list]:
+    trial, noise = Trial(Wire(), range(7)), random.Random(rank)
+    met = ways_met(trial, lambda way: 1.0 + 0.01 * way + noise.random())
+    return met, trial.best, trial.medians
+
+
+def test_ranks_that_see_different_times_go_through_the_same_heats(pool: RankPool) -> None:
+    first, *others = pool.run(3, tried_by_ranks)
+    assert len(first[0]) == 28 + 4 * 8 + 2 * 14
+    assert all(other == first for other in others)
+
+
 def test_of_equal_ways_the_first_stays() -> None:
     trial = Trial(alone(), range(5))
     ways_met(trial, lambda way: 1.0)
@@ -567,13 +579,29 @@ def test_the_slowest_rank_decides_when_a_gradient_is_ready(monkeypatch: pytest.M
 def test_after_backward_messages_cost_what_they_cost_when_ranks_wait(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, finish: float
 ) -> None:
-    waiting = Link(0.0, ((100.0, 0.1), (200.0, 0.25)))
-    beside = Link(9.0, ((100.0, 0.3), (200.0, 0.6)))
-    monkeypatch.setattr(tuning, "measure_link", lambda w, d, beside_compute=None: beside if beside_compute else waiting)
-    wire = mock.Mock(spec=Wire, **{"gather.side_effect": lambda mine: [mine], "shares_cores.return_value": False})
+    links = {None: Link(0.0, ((100.0, 0.1), (200.0, 0.25))), "interrupting": Link(9.0, ((100.0, 0.3), (200.0, 0.6)))}
+    forecast = forecast_with(monkeypatch, links, overlap, has_choice=False)
+    assert forecast.best.predicted == pytest.approx(finish)
+
+
+def forecast_with(monkeypatch: pytest.MonkeyPatch, links: dict, overlap: bool, has_choice: bool) -> Forecast:
+    """For two gradients of 100 bytes, ready after 0.2 and 0.5 s."""
+    monkeypatch.setattr(tuning, "measure_link", lambda wire, device, beside_compute=None: links[beside_compute])
+    wire = mock.Mock(spec=Wire, **{"gather.side_effect": lambda mine: [mine], "shares_cores.return_value": has_choice})
     tuner = PlanTuner(wire, torch.device("cpu"))
     for _ in range(tuner.BACKWARDS):
         tuner.observe({0: 0.2, 1: 0.5}, 0.5)
     forecast = tuner.forecast({}, [0, 1], [100, 100], overlap=overlap)
     assert forecast is not None
-    assert forecast.best.predicted == pytest.approx(finish)
+    return forecast
+
+
+def test_each_behaviour_of_the_threads_has_its_own_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {
+        None: Link(0.0, ((100.0, 0.1),)),
+        "in batches": Link(9.0, ((100.0, 0.6),)),  # half of the first is left when compute ends
+        "interrupting": Link(9.0, ((100.0, 0.3),)),
+    }
+    forecast = forecast_with(monkeypatch, links, overlap=True, has_choice=True)
+    predicted = {candidate.in_batches: candidate.predicted for candidate in forecast.candidates}
+    assert predicted == {True: pytest.approx(0.5 + 0.05 + 0.1), False: pytest.approx(0.5 + 0.1)}

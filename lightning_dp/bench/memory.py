@@ -44,6 +44,9 @@ def footprint(
         batch: A batch.
         count: What it weighs.
         device: Where the tensors are.
+
+    Returns:
+        The contender, and what it takes.
     """
     gc.collect()
     before = _allocated(device)

@@ -73,7 +73,8 @@ def predict_finish(segments: Sequence[int], ready: Sequence[float], nbytes: Sequ
 
     Args:
         segments: How many gradients each message holds, in order.
-        ready: When each gradient is ready, in seconds after the start of backward.
+        ready: When each gradient is ready, in seconds after the start of backward; with the last one ranks are taken
+            to stop computing.
         nbytes: Size of each.
         link: The link.
 

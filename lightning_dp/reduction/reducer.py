@@ -93,6 +93,7 @@ class GradientReducer:
         self._sync = True
         self._pass_open = False
         self._discard = False
+        self._sends_now = False  # whether buckets leave during the backward under way
         self._stray: set[Parameter] = set()
         self._unsynced: set[Parameter] = set()
         self._averaged = False  # whether gradients that are still there have been averaged
@@ -177,8 +178,7 @@ class GradientReducer:
         # Should the block raise, the pass stays open on purpose: part of the window's gradients is missing and buckets
         # may have left, so the next pass refuses to go on.
         weight = self._begin(count, label, loss)
-        sends = self._sync and self.config.sends_during_backward
-        with self.wire.beside_compute(self._device, sends and self._schedule.in_batches):
+        with self.wire.beside_compute(self._device, self._sends_now and self._schedule.in_batches):
             yield weight
         self._end(divided_by)
 
@@ -320,8 +320,8 @@ class GradientReducer:
         self._window.micro_batches += 1
         self._timeline.start()
         self._schedule.watch()
-        at_once = self.config.sends_during_backward and self._sync and not self._discard
-        self._launcher.arm(self._schedule.expected if at_once else None)
+        self._sends_now = self.config.sends_during_backward and self._sync and not self._discard
+        self._launcher.arm(self._schedule.expected if self._sends_now else None)
         self._held = [p.grad for p in self._parameters] if self._discard else []
         if self._discard:
             self._set_grads([None] * len(self._parameters))

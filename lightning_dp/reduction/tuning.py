@@ -83,7 +83,8 @@ class Forecast:
         tried = "; ".join(f"{c.label}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
         return (
             f"bucket plan '{best.label}' stays, with {len(best.segments)} buckets; time from the start of backward"
-            f" until all were reduced: {tried}; backward took {_ms(self.backward_end)}"
+            f" until all were reduced, median over fewer steps for plans given up early: {tried}; backward took"
+            f" {_ms(self.backward_end)}"
         )
 
 
