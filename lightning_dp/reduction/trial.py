@@ -88,5 +88,5 @@ class Trial(Generic[Way]):
         self.medians = [statistics.median(ends) if ends else None for ends in self._ends]
         # What nobody had data for comes last; of equal ones the first is preferred.
         ranked = sorted(self._left, key=lambda way: math.inf if (end := self.medians[way]) is None else end)
-        self._left = sorted(ranked[: math.ceil(len(ranked) / 2)] if len(ranked) > 2 else ranked[:1])
+        self._left = sorted(ranked[: math.ceil(len(ranked) / 2)])
         self._heat = []
