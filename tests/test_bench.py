@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,8 @@ from lightning_dp.bench.clock import StepTimer, sent_bytes
 from lightning_dp.bench.contenders import Bucketed, Contender, ReduceAfter, StockDDP, Watched
 from lightning_dp.bench.hosts import namespace_hosts
 from lightning_dp.bench.launch import Place, cores_of
-from lightning_dp.bench.measure import Anatomy, Series
-from lightning_dp.bench.memory import Footprint, fill_flight_recorder, footprint
+from lightning_dp.bench.measure import Anatomy, Rounds, Series
+from lightning_dp.bench.memory import Footprint, footprint
 from lightning_dp.bench.results import Quartiles, limit_of, load_results, results_of, save_results, table_of
 from lightning_dp.bench.workloads import MLP, Workload
 from lightning_dp.config import config_directory
@@ -189,8 +191,6 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        import time
-
         time.sleep(0.2)
         return grad
 
@@ -204,8 +204,6 @@ def test_the_watched_contender_tells_when_gradients_are_ready() -> None:
 
 class _WaitsAfter(Contender):
     def backward(self, loss: Tensor, count: int) -> None:
-        import time
-
         loss.backward()
         time.sleep(0.3)
 
@@ -234,9 +232,7 @@ def test_sent_bytes_reads_the_kernels_table(tmp_path: Path) -> None:
 def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
     batch = MLP(4, 1024, 2).make_batch(seed=0)
     steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)
-    # What a process allocates once, for matrices as the link is measured beside, and to remember collectives.
-    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-    fill_flight_recorder(CPU)
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # for which a process allocates something once
     found = {}
     for name, make in {**CONTENDERS, "compute_only": Contender}.items():
         workload = MLP(4, 1024, 2)
@@ -265,6 +261,27 @@ def test_footprints(pool: RankPool) -> None:
             "bucketed_25": 3,
         }
         assert messages["bucketed_small"] > 4
+
+
+class _LateRank(Contender):
+    """Rank 1 begins 0.3 s late, and at the end the ranks wait for each other."""
+
+    def backward(self, loss: Tensor, count: int) -> None:
+        time.sleep(0.3 * dist.get_rank())
+        loss.backward()
+        dist.barrier()
+
+
+def rounds_with_a_late_rank(rank: int) -> Series:
+    rounds = Rounds(MLP(1, 8, 2), partial(torch.optim.SGD, lr=0.1), {"late": _LateRank}, CPU, None, 1)
+    series, _ = rounds.run(3)
+    return series["late"]
+
+
+def test_what_a_rank_waits_for_anothers_gradients_is_not_exposed_communication(pool: RankPool) -> None:
+    for late in pool.run(2, rounds_with_a_late_rank):
+        assert min(late.steps) >= 0.3
+        assert statistics.median(late.exposed) < 0.15
 
 
 # ---------------------------------------------------------------------------------------------- results

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_dp.bench.clock import StepSeconds, StepTimer, sent_bytes
 from lightning_dp.bench.contenders import Contender, OptimizerFactory, Transfer, Watched
-from lightning_dp.bench.memory import Footprint, fill_flight_recorder, footprint
+from lightning_dp.bench.memory import Footprint, footprint
 from lightning_dp.bench.workloads import Workload
 from lightning_dp.reduction.wire import Wire
 
@@ -27,7 +27,8 @@ class Series:
 
     Attributes:
         steps: Seconds of each step; the slowest rank's.
-        exposed: Seconds from the last gradient to the end of backward; the slowest rank's.
+        exposed: Seconds from the last gradient of all ranks to the end of backward; of the rank that waits least, since
+            what others wait for its gradients is no communication.
         sent: Bytes that a rank's interface sent in a step, mean over ranks; ``None`` where they cannot be counted.
         footprint: Memory and messages, on rank 0.
         predicted_exposed: What its plan was predicted to leave exposed, if it was.
@@ -106,7 +107,6 @@ class Rounds:
         self._transfer = Transfer(sum(self._nbytes), device)
         self._transfer.start()  # what the first collective of a process allocates is no contender's
         self._transfer.wait()
-        fill_flight_recorder(device)
         self._footprints: dict[str, Footprint] = {}
         self._contenders: dict[str, tuple[Contender, StepTimer]] = {}
         for name, make in contenders.items():
@@ -179,7 +179,7 @@ class Rounds:
             counted = all(nbytes is not None for ranks in sent for nbytes in ranks)
             series[name] = Series(
                 [max(seconds.total for seconds, _ in ranks) for ranks in by_round],
-                [max(seconds.exposed for seconds, _ in ranks) for ranks in by_round],
+                [min(seconds.exposed for seconds, _ in ranks) for ranks in by_round],
                 [statistics.mean(n or 0 for n in ranks) / self._sharing for ranks in sent] if counted else None,
                 self._footprints[name],
                 self._contenders[name][0].predicted_exposed,

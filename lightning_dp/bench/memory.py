@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_dp.bench.contenders import Contender
 
@@ -72,14 +70,6 @@ def footprint(
             highest = max(highest, rise)
     messages = sum(event.name().startswith("c10d::") for event in inside)
     return contender, Footprint(held, held + highest, messages)
-
-
-def fill_flight_recorder(device: torch.device) -> None:
-    """Lets PyTorch's memory of the last collectives become as large as it will, so that it is no contender's."""
-    entries = int(os.environ.get("TORCH_FR_BUFFER_SIZE", "2000"))
-    flag = torch.zeros(1, device=device)
-    for _ in range(entries):
-        dist.all_reduce(flag)
 
 
 def _step(contender: Contender, batch: Any, count: int) -> None:

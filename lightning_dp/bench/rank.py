@@ -44,6 +44,8 @@ def run_rank(cfg: DictConfig, place: Place) -> Results:
     if "MASTER_ADDR" not in os.environ:
         slurm = SLURMEnvironment()
         os.environ.update(MASTER_ADDR=slurm.main_address, MASTER_PORT=str(slurm.main_port))
+    # PyTorch would keep its last 2,000 collectives, with the lines of Python they came from: no contender's memory.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(
         cfg.backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=cfg.step_timeout)
     )

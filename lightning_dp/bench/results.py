@@ -43,7 +43,7 @@ class Row:
         step: Seconds of a step.
         ratio: A step over the baseline's step of the same round.
         ratio_to_tuned: The same over the best-tuned stock contender.
-        exposed: Seconds from the last gradient to the end of backward, median.
+        exposed: Seconds from the last gradient of all ranks to the end of backward, median.
         predicted_exposed: What its plan was predicted to leave exposed; ``None`` without a prediction.
         sent: Bytes that a rank's interface sent per step, median; ``None`` if not counted.
         sent_over_formula: ``sent`` over ``2 (n - 1) / n`` times the bytes of gradient.

@@ -28,9 +28,8 @@ class Trial(Generic[Way]):
         ways: What is tried, the same on all ranks; at least one.
 
     Attributes:
-        medians: For each way the median end of its reductions, on the slowest rank, in seconds after the start of
-            backward, as far as heats are over; ``None`` if no rank had data when it was its turn. The same on all
-            ranks.
+        medians: For each way the median end of its reductions, in seconds after the start of the backward that began
+            last, as far as heats are over; ``None`` if no rank had data when it was its turn. The same on all ranks.
     """
 
     ROUNDS = 4  # of the first heat; an even number, for two optimizers in turn
@@ -82,9 +81,11 @@ class Trial(Generic[Way]):
     def _end_heat(self) -> None:
         everyone = self._wire.gather(self._heat)
         for reduction, ends in enumerate(zip(*everyone, strict=True)):
-            slowest = max((end for end in ends if end is not None), default=None)
-            if slowest is not None:
-                self._ends[self._way_at(reduction)].append(slowest)
+            # All ranks are through at about the same time: the least is the time of the rank that began last. What
+            # others waited for it to begin says nothing about the way.
+            since_last_began = min((end for end in ends if end is not None), default=None)
+            if since_last_began is not None:
+                self._ends[self._way_at(reduction)].append(since_last_began)
         self.medians = [statistics.median(ends) if ends else None for ends in self._ends]
         # What nobody had data for comes last; of equal ones the first is preferred.
         ranked = sorted(self._left, key=lambda way: math.inf if (end := self.medians[way]) is None else end)
