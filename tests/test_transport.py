@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -93,6 +94,45 @@ def test_bytes_are_halved_either_way(pool: RankPool, world_size: int) -> None:
     for _, messages, nbytes in pool.run(world_size, summed, "bf16", True, torch.float32):
         assert messages == 2 * len(SIZES)
         assert 2 * elements <= nbytes <= 2 * (elements + len(SIZES) * world_size)
+
+
+class WireThatNotesMemory(Wire):
+    """Notes where the narrow numbers that it sends lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def all_reduce(self, tensor: Tensor, *op: Any) -> Any:
+        self.sent += [tensor.data_ptr()] if tensor.numel() > 1 else []
+        return super().all_reduce(tensor, *op)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        self.sent.append(sent.data_ptr())
+        return super().all_to_all(received, sent)
+
+
+def summed_after_others(rank: int, dtype: str, exact: bool) -> tuple[list[Tensor], list[int]]:
+    wire = WireThatNotesMemory()
+    transport = Transport(wire, dtype, exact)
+    for factor in (1e4, 1.0):
+        flats = [factor * numbers(rank, size) for size in SIZES[1:]]
+        transfers = [transport.start(SimpleNamespace(flat=flat), n, len(flats)) for n, flat in enumerate(flats)]
+        for transfer in transfers:
+            transport.finish(transfer)
+    return flats, wire.sent
+
+
+@WAYS
+@DTYPES
+def test_a_step_uses_the_memory_of_the_one_before_and_nothing_of_its_numbers(
+    pool: RankPool, dtype: str, exact: bool
+) -> None:
+    fresh = pool.run(3, summed, dtype, exact, torch.float32)[0][0]
+    for flats, sent in pool.run(3, summed_after_others, dtype, exact):
+        assert all(torch.equal(a, b) for a, b in zip(flats, fresh[1:], strict=True))
+        assert sent[: len(flats)] == sent[len(flats) :]
+        assert len(set(sent)) == len(flats)
 
 
 @WAYS

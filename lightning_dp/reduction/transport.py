@@ -74,6 +74,8 @@ class Transport:
         self._dtype = REDUCE_DTYPES[reduce_dtype] if reduce_dtype is not None else None
         self._exact = exact_sums
         self._waiting: list[Transfer] = []
+        # By bucket; kept, as on a CPU memory that is new in every step costs more than rounding into it.
+        self._narrow: dict[int, Tensor] = {}
 
     def sums_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of this one are accumulated and summed."""
@@ -91,11 +93,14 @@ class Transport:
         return self._dtype.itemsize if self._dtype is not None and self.narrows(dtype) else dtype.itemsize
 
     def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
-        """Starts to sum a filled bucket, one of ``total``; all ranks start the same ones in the same order."""
+        """Starts to sum a filled bucket, one of ``total``; all ranks start the same ones in the same order.
+
+        A number stands for the same bucket in every step.
+        """
         flat = bucket.flat
         transfer = Transfer(flat, f"the all-reduce of bucket {number} of {total}")
         if self.narrows(flat.dtype) and flat.numel():
-            transfer.course = self._narrowed(flat)
+            transfer.course = self._narrowed(flat, number)
             transfer.left = self._scales(flat.dtype) + (2 if self._exact else 1)
             self._proceed(transfer)
             if len(self._waiting) > self.LAG:
@@ -129,7 +134,7 @@ class Transport:
         """Whether the dtype on the wire has less range."""
         return self._dtype is not None and 2 * torch.finfo(self._dtype).max < torch.finfo(dtype).max
 
-    def _narrowed(self, flat: Tensor) -> Course:
+    def _narrowed(self, flat: Tensor, number: int) -> Course:
         assert self._dtype is not None
         scale = None
         if self._scales(flat.dtype):
@@ -138,7 +143,9 @@ class Transport:
             scale = _power_of_two(torch.finfo(self._dtype).max, peak, self._wire.world_size)
         ranks = self._wire.world_size if self._exact else 1
         chunk = -(-flat.numel() // ranks)
-        narrow = torch.zeros(ranks * chunk, dtype=self._dtype, device=flat.device)
+        if number not in self._narrow:
+            self._narrow[number] = torch.zeros(ranks * chunk, dtype=self._dtype, device=flat.device)
+        narrow = self._narrow[number]
         filled = narrow[: flat.numel()]
         if scale is None:
             filled.copy_(flat)
