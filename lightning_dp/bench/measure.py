@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_dp.bench.clock import StepSeconds, StepTimer, sent_bytes
 from lightning_dp.bench.contenders import Contender, OptimizerFactory, Transfer, Watched
-from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.memory import Footprint, footprint, rehearse
 from lightning_dp.bench.workloads import Workload
 from lightning_dp.reduction.wire import Wire
 
@@ -142,6 +142,7 @@ class Rounds:
         return self._gather(steps), self._anatomy(watched, alone, beside)
 
     def _make(self, make: ContenderFactory) -> tuple[tuple[Contender, StepTimer], Footprint]:
+        rehearse(make(copy.deepcopy(self._workload), self._optimizer), self._batch, self._count)
         workload = copy.deepcopy(self._workload)
         timer = StepTimer(workload, self._device, self._last, self._micro_batches)
         contender, seen = footprint(lambda: make(workload, self._optimizer), self._batch, self._count, self._device)
