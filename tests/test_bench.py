@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import statistics
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from lightning_dp.bench.contenders import Bucketed, Contender, ReduceAfter, Stoc
 from lightning_dp.bench.hosts import namespace_hosts
 from lightning_dp.bench.launch import Place, cores_of
 from lightning_dp.bench.measure import Anatomy, Rounds, Series
-from lightning_dp.bench.memory import Footprint, footprint
+from lightning_dp.bench.memory import Footprint, footprint, rehearse
 from lightning_dp.bench.results import Quartiles, limit_of, load_results, results_of, save_results, table_of
 from lightning_dp.bench.workloads import MLP, Workload
 from lightning_dp.config import config_directory
@@ -231,15 +234,38 @@ def test_sent_bytes_reads_the_kernels_table(tmp_path: Path) -> None:
 
 def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
     batch = MLP(4, 1024, 2).make_batch(seed=0)
-    steps(made(CONTENDERS["stock"]), torch.ones(1, 8, dtype=torch.float64), 1)
-    torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # for which a process allocates something once
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # what the link is measured beside allocates something once
     found = {}
     for name, make in {**CONTENDERS, "compute_only": Contender}.items():
-        workload = MLP(4, 1024, 2)
         optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        rehearse(make(MLP(4, 1024, 2), optimizer), batch, 2)
+        workload = MLP(4, 1024, 2)
         _, mine = footprint(lambda make=make, w=workload, o=optimizer: make(w, o), batch, 2, CPU)
         found[name] = (mine.held, mine.peak, mine.messages)
     return found
+
+
+def weights_that_outlive_a_rehearsal(rank: int) -> list[str]:
+    left = []
+    for name, make in {**CONTENDERS, "compute_only": Contender}.items():
+        workload = MLP(2, 8, 2)
+        weight = weakref.ref(next(workload.parameters()))
+        rehearse(make(workload, SGD), workload.make_batch(seed=0), 2)
+        del workload
+        gc.collect()
+        left += [name] if weight() is not None else []
+    return left
+
+
+def test_a_contender_that_is_given_up_leaves_no_weights(pool: RankPool) -> None:
+    assert pool.run(2, weights_that_outlive_a_rehearsal) == [[], []]
+    with mock.patch.object(Bucketed, "give_up", Contender.give_up):  # the control: hooks keep them
+        workload = MLP(2, 8, 2)
+        weight = weakref.ref(next(workload.parameters()))
+        rehearse(Bucketed(workload, SGD), workload.make_batch(seed=0), 2)
+        del workload
+        gc.collect()
+        assert weight() is not None
 
 
 def test_footprints(pool: RankPool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,10 +31,17 @@ def summed(rank: int, dtype: str | None, exact: bool, of: torch.dtype) -> tuple[
     wire = Wire()
     transport = Transport(wire, dtype, exact)
     flats = [numbers(rank, size, of) for size in SIZES]
-    transfers = [transport.start(SimpleNamespace(flat=flat), n, len(flats)) for n, flat in enumerate(flats)]
+    sum_up(transport, flats)
+    return flats, wire.messages, wire.nbytes
+
+
+def sum_up(transport: Transport, flats: list[Tensor]) -> None:
+    buckets = [SimpleNamespace(flat=flat) for flat in flats]
+    for number, bucket in enumerate(buckets):
+        transport.reserve(bucket, number)
+    transfers = [transport.start(bucket, number, len(buckets)) for number, bucket in enumerate(buckets)]
     for transfer in transfers:
         transport.finish(transfer)
-    return flats, wire.messages, wire.nbytes
 
 
 def rounding(dtype: str) -> float:
@@ -73,7 +79,7 @@ def hard(rank: int, exact: bool) -> Tensor:
     """One large number and three that vanish beside it one at a time, but not together."""
     flat = torch.full((64,), 256.0 if rank == 0 else 0.9)
     transport = Transport(Wire(), "bf16", exact)
-    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    sum_up(transport, [flat])
     return flat
 
 
@@ -96,43 +102,31 @@ def test_bytes_are_halved_either_way(pool: RankPool, world_size: int) -> None:
         assert 2 * elements <= nbytes <= 2 * (elements + len(SIZES) * world_size)
 
 
-class WireThatNotesMemory(Wire):
-    """Notes where the narrow numbers that it sends lie."""
+def memory_of_steps(rank: int, dtype: str, exact: bool) -> list[tuple[int, set[int], set[int]]]:
+    """For each step the number of buckets, and where the memory lies in which they travel, before and after it."""
+    model = nn.Sequential(*[nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 5)])
+    config = ReducerConfig(bucket_cap_mb=1e-4, first_bucket_cap_mb=1e-4, reduce_dtype=dtype, exact_sums=exact)
+    reducer = GradientReducer(model.named_parameters(), config=config)
+    steps = []
+    for _ in range(4):
+        model.zero_grad()
+        with reducer.backward_pass(count=3) as weight:
+            before = narrow_memory(reducer)
+            (model(torch.ones(3, 9)).mean() * weight).backward()
+        steps.append((len(reducer.plan.buckets), before, narrow_memory(reducer)))
+    return steps
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[int] = []
 
-    def all_reduce(self, tensor: Tensor, *op: Any) -> Any:
-        self.sent += [tensor.data_ptr()] if tensor.numel() > 1 else []
-        return super().all_reduce(tensor, *op)
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
-        self.sent.append(sent.data_ptr())
-        return super().all_to_all(received, sent)
-
-
-def summed_after_others(rank: int, dtype: str, exact: bool) -> tuple[list[Tensor], list[int]]:
-    wire = WireThatNotesMemory()
-    transport = Transport(wire, dtype, exact)
-    for factor in (1e4, 1.0):
-        flats = [factor * numbers(rank, size) for size in SIZES[1:]]
-        transfers = [transport.start(SimpleNamespace(flat=flat), n, len(flats)) for n, flat in enumerate(flats)]
-        for transfer in transfers:
-            transport.finish(transfer)
-    return flats, wire.sent
+def narrow_memory(reducer: GradientReducer) -> set[int]:
+    return {narrow.data_ptr() for narrow in reducer._transport._narrow.values()}
 
 
 @WAYS
 @DTYPES
-def test_a_step_uses_the_memory_of_the_one_before_and_nothing_of_its_numbers(
-    pool: RankPool, dtype: str, exact: bool
-) -> None:
-    fresh = pool.run(3, summed, dtype, exact, torch.float32)[0][0]
-    for flats, sent in pool.run(3, summed_after_others, dtype, exact):
-        assert all(torch.equal(a, b) for a, b in zip(flats, fresh[1:], strict=True))
-        assert sent[: len(flats)] == sent[len(flats) :]
-        assert len(set(sent)) == len(flats)
+def test_the_memory_in_which_buckets_travel_is_there_before_a_step(pool: RankPool, dtype: str, exact: bool) -> None:
+    for steps in pool.run(2, memory_of_steps, dtype, exact):
+        assert all(len(before) == buckets > 1 and after == before for buckets, before, after in steps)
+        assert steps[-1] == steps[-2]  # the plan stays, and so does the memory
 
 
 @WAYS
@@ -201,7 +195,7 @@ def of_one_size(rank: int, size: float, of: torch.dtype, spread: float = 1.0) ->
 def of_one_size_summed(rank: int, size: float, of: torch.dtype, spread: float, dtype: str, exact: bool) -> Tensor:
     flat = of_one_size(rank, size, of, spread)
     transport = Transport(Wire(), dtype, exact)
-    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    sum_up(transport, [flat])
     return flat
 
 
@@ -267,7 +261,7 @@ def mixed(rank: int, exact: bool) -> Tensor:
     flat = SMALL.clone()
     flat[0] = rank * 2.0**20
     transport = Transport(Wire(), "fp16", exact)
-    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    sum_up(transport, [flat])
     return flat
 
 
@@ -327,5 +321,5 @@ def test_on_a_gpu(pool: RankPool, exact: bool) -> None:
 def on_a_gpu(rank: int, exact: bool) -> Tensor:
     flat = torch.full((1001,), rank + 1.0, device="cuda")
     transport = Transport(Wire(), "bf16", exact)
-    transport.finish(transport.start(SimpleNamespace(flat=flat), 0, 1))
+    sum_up(transport, [flat])
     return flat.cpu()

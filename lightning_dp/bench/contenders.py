@@ -54,6 +54,9 @@ class Contender:
         """Optimizer step."""
         self.optimizer.step()
 
+    def give_up(self) -> None:
+        """It is not used any more: lets go of what would outlive it."""
+
     @property
     def settled(self) -> bool:
         """Whether it works as it will from now on; the same on all ranks."""
@@ -170,6 +173,10 @@ class Bucketed(Contender):
         assert self._reducer.last is not None
         if self._reducer.last.verdict.step:
             self.optimizer.step()
+
+    def give_up(self) -> None:
+        """Hooks keep a reducer, and with it the weights, for as long as there is a process."""
+        self._reducer.detach()
 
     @property
     def settled(self) -> bool:

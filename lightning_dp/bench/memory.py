@@ -73,8 +73,9 @@ def footprint(
 
 
 def rehearse(contender: Contender, batch: Any, count: int) -> None:
-    """Takes a step with a contender that is given up then: what its kind allocates once in a process is there now."""
+    """Takes a step with a contender of its own, so that what its kind allocates in its first one is there."""
     _step(contender, batch, count)
+    contender.give_up()
 
 
 def _step(contender: Contender, batch: Any, count: int) -> None:

@@ -23,7 +23,8 @@ class RunReport:
         formula_bytes_per_step: ``2 (n - 1) / n`` times the bytes of all trainable parameters.
         messages_per_step: All-reduces per step, the ballot included; median.
         buckets: Buckets in the plan.
-        exposed_seconds: Time per step waited for the network after backward had ended; median.
+        exposed_seconds: Time per step that this rank waited after its backward had ended, for the network and for ranks
+            that were later; median.
         backward_seconds: Time per step from the start to the end of the last backward of a window; median.
         predicted_exposed_seconds: What ``exposed_seconds`` was predicted to be for a plan made by measurement;
             ``None`` if there is none.

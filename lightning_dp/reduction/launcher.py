@@ -53,6 +53,8 @@ class Launcher:
         self._timeline = timeline
         parameters = [parameter for _, parameter in named_parameters]
         self.buckets = [Bucket(layout, parameters, transport.sums_in(layout.dtype)) for layout in plan.buckets]
+        for number, bucket in enumerate(self.buckets):
+            transport.reserve(bucket, number)
         self._bucket_of, self._slot_of = [0] * len(parameters), [0] * len(parameters)
         for number, layout in enumerate(plan.buckets):
             for slot, index in enumerate(layout.indices):

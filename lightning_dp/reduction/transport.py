@@ -42,7 +42,7 @@ class Transfer:
         what: What it is called in messages.
         work: The collective under way.
         course: Sends one message each time it is resumed, when the one before is complete, and in the end puts the sum
-            into the bucket; keeps the messages' buffers.
+            into the bucket.
         left: Messages that it has not sent yet.
     """
 
@@ -74,8 +74,7 @@ class Transport:
         self._dtype = REDUCE_DTYPES[reduce_dtype] if reduce_dtype is not None else None
         self._exact = exact_sums
         self._waiting: list[Transfer] = []
-        # By bucket; kept, as on a CPU memory that is new in every step costs more than rounding into it.
-        self._narrow: dict[int, Tensor] = {}
+        self._narrow: dict[int, Tensor] = {}  # what travels, by number of bucket
 
     def sums_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of this one are accumulated and summed."""
@@ -92,15 +91,23 @@ class Transport:
         dtype = self.sums_in(dtype)
         return self._dtype.itemsize if self._dtype is not None and self.narrows(dtype) else dtype.itemsize
 
-    def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
-        """Starts to sum a filled bucket, one of ``total``; all ranks start the same ones in the same order.
+    def reserve(self, bucket: Bucket, number: int) -> None:
+        """Makes the memory in which a bucket travels, if it is narrowed; a number stands for one bucket from now on.
 
-        A number stands for the same bucket in every step.
+        On a CPU new memory costs more than rounding into it, so it is not made anew in every step.
         """
+        flat = bucket.flat
+        if self.narrows(flat.dtype) and flat.numel():
+            ranks = self._wire.world_size if self._exact else 1
+            chunk = -(-flat.numel() // ranks)
+            self._narrow[number] = torch.zeros(ranks * chunk, dtype=self._dtype, device=flat.device)
+
+    def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
+        """Starts to sum a filled bucket, one of ``total``; all ranks start the same ones in the same order."""
         flat = bucket.flat
         transfer = Transfer(flat, f"the all-reduce of bucket {number} of {total}")
         if self.narrows(flat.dtype) and flat.numel():
-            transfer.course = self._narrowed(flat, number)
+            transfer.course = self._narrowed(flat, self._narrow[number])
             transfer.left = self._scales(flat.dtype) + (2 if self._exact else 1)
             self._proceed(transfer)
             if len(self._waiting) > self.LAG:
@@ -134,28 +141,23 @@ class Transport:
         """Whether the dtype on the wire has less range."""
         return self._dtype is not None and 2 * torch.finfo(self._dtype).max < torch.finfo(dtype).max
 
-    def _narrowed(self, flat: Tensor, number: int) -> Course:
+    def _narrowed(self, flat: Tensor, narrow: Tensor) -> Course:
         assert self._dtype is not None
         scale = None
         if self._scales(flat.dtype):
             peak = _peak(flat)
             yield self._wire.all_reduce(peak, dist.ReduceOp.MAX)
             scale = _power_of_two(torch.finfo(self._dtype).max, peak, self._wire.world_size)
-        ranks = self._wire.world_size if self._exact else 1
-        chunk = -(-flat.numel() // ranks)
-        if number not in self._narrow:
-            self._narrow[number] = torch.zeros(ranks * chunk, dtype=self._dtype, device=flat.device)
-        narrow = self._narrow[number]
         filled = narrow[: flat.numel()]
         if scale is None:
             filled.copy_(flat)
         else:
             torch.mul(flat, scale, out=filled)
         if self._exact:
-            parts = torch.empty(ranks, chunk, dtype=self._dtype, device=flat.device)
-            yield self._wire.all_to_all(parts.view(-1), narrow)
+            parts = torch.empty_like(narrow)
+            yield self._wire.all_to_all(parts, narrow)
             # In the order of ranks, and the same bits for all, as each chunk is added up once.
-            mine = parts.sum(0, dtype=torch.float32).to(self._dtype)
+            mine = parts.view(self._wire.world_size, -1).sum(0, dtype=torch.float32).to(self._dtype)
             del parts
             yield self._wire.all_gather(narrow, mine)
         else:
