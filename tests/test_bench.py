@@ -245,27 +245,24 @@ def footprints(rank: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def weights_that_outlive_a_rehearsal(rank: int) -> list[str]:
-    left = []
-    for name, make in {**CONTENDERS, "compute_only": Contender}.items():
-        workload = MLP(2, 8, 2)
-        weight = weakref.ref(next(workload.parameters()))
-        rehearse(make(workload, SGD), workload.make_batch(seed=0), 2)
-        del workload
-        gc.collect()
-        left += [name] if weight() is not None else []
-    return left
+def outlives_a_rehearsal(make: Any) -> bool:
+    """Whether a contender's weights are still there when it has been rehearsed and dropped."""
+    workload = MLP(2, 8, 2)
+    weight = weakref.ref(next(workload.parameters()))
+    rehearse(make(workload, SGD), workload.make_batch(seed=0), 2)
+    del workload
+    gc.collect()
+    return weight() is not None
+
+
+def contenders_that_outlive_a_rehearsal(rank: int) -> list[str]:
+    return [name for name, make in {**CONTENDERS, "compute_only": Contender}.items() if outlives_a_rehearsal(make)]
 
 
 def test_a_contender_that_is_given_up_leaves_no_weights(pool: RankPool) -> None:
-    assert pool.run(2, weights_that_outlive_a_rehearsal) == [[], []]
+    assert pool.run(2, contenders_that_outlive_a_rehearsal) == [[], []]
     with mock.patch.object(Bucketed, "give_up", Contender.give_up):  # the control: hooks keep them
-        workload = MLP(2, 8, 2)
-        weight = weakref.ref(next(workload.parameters()))
-        rehearse(Bucketed(workload, SGD), workload.make_batch(seed=0), 2)
-        del workload
-        gc.collect()
-        assert weight() is not None
+        assert outlives_a_rehearsal(Bucketed)
 
 
 def test_footprints(pool: RankPool) -> None:

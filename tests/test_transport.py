@@ -104,7 +104,7 @@ def test_bytes_are_halved_either_way(pool: RankPool, world_size: int) -> None:
 
 def memory_of_steps(rank: int, dtype: str, exact: bool) -> list[tuple[int, set[int], set[int]]]:
     """For each step the number of buckets, and where the memory lies in which they travel, before and after it."""
-    model = nn.Sequential(*[nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 5)])
+    model = nn.Sequential(nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 5))
     config = ReducerConfig(bucket_cap_mb=1e-4, first_bucket_cap_mb=1e-4, reduce_dtype=dtype, exact_sums=exact)
     reducer = GradientReducer(model.named_parameters(), config=config)
     steps = []

@@ -53,11 +53,10 @@ class Launcher:
         self._timeline = timeline
         parameters = [parameter for _, parameter in named_parameters]
         self.buckets = [Bucket(layout, parameters, transport.sums_in(layout.dtype)) for layout in plan.buckets]
+        self._bucket_of, self._slot_of = [0] * len(parameters), [0] * len(parameters)
         for number, bucket in enumerate(self.buckets):
             transport.reserve(bucket, number)
-        self._bucket_of, self._slot_of = [0] * len(parameters), [0] * len(parameters)
-        for number, layout in enumerate(plan.buckets):
-            for slot, index in enumerate(layout.indices):
+            for slot, index in enumerate(bucket.layout.indices):
                 self._bucket_of[index], self._slot_of[index] = number, slot
         self._eager = [p.numel() >= self.EAGER_COPY_NUMEL and p.device.type == "cpu" for p in parameters]
         self.arm(None)
