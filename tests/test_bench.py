@@ -357,6 +357,14 @@ def test_ratios_are_paired_by_round_and_refer_to_the_fastest_tuned() -> None:
     assert by_name["mine"].sent is None
 
 
+def test_noise_is_how_far_steps_of_one_contender_are_apart() -> None:
+    results = some_results()
+    # Quartiles of 4, 2, 6 are 3 and 5: half of the median 4. The others: 0, 3.55 of 2, 0.5 of 2.
+    assert results.rows[0].step.spread == pytest.approx(0.5)
+    assert results.noise == pytest.approx((0.25 + 0.5) / 2)
+    assert "differ by 38%" in str(table_of(results).caption)
+
+
 def test_results_survive_their_file_and_can_be_shown(tmp_path: Path) -> None:
     results = some_results()
     save_results(results, tmp_path)

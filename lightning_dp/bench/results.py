@@ -33,6 +33,11 @@ class Quartiles:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles over the median."""
+        return (self.high - self.low) / self.median
+
 
 @dataclass(frozen=True)
 class Row:
@@ -112,6 +117,11 @@ class Results:
     tuned: str
     machine: dict[str, Any]
     config: dict[str, Any]
+
+    @property
+    def noise(self) -> float:
+        """By how much a contender's steps differ, as the distance of their quartiles over their median; median."""
+        return statistics.median(row.step.spread for row in self.rows)
 
 
 def save_results(results: Results, folder: Path) -> None:
@@ -212,7 +222,8 @@ def table_of(results: Results) -> Table:
             f" {_ms(limit.backward)}, all-reduce alone {_ms(limit.transfer)} ms"
             f" ({limit.bytes_per_second * 8 / 1e9:.2f} Gbit/s a rank), which takes {limit.share:.0%} of compute"
             f" meanwhile\nratios to '{results.baseline}' of the same round: median (quartiles);"
-            f" best-tuned stock: '{results.tuned}'"
+            f" best-tuned stock: '{results.tuned}'\nsteps of the same contender differ by {results.noise:.0%} between"
+            " their quartiles (median over contenders): noise, if the work is always the same"
         ),
     )
     columns = ("contender", "step ms", "x stock", "x tuned", "exposed ms", "predicted")
