@@ -129,6 +129,24 @@ def test_the_memory_in_which_buckets_travel_is_there_before_a_step(pool: RankPoo
         assert steps[-1] == steps[-2]  # the plan stays, and so does the memory
 
 
+def summed_after_others(rank: int, dtype: str, exact: bool) -> list[Tensor]:
+    """The second of two steps in the same memory."""
+    transport = Transport(Wire(), dtype, exact)
+    sum_up(transport, [1e4 * numbers(rank, size) for size in SIZES])
+    flats = [numbers(rank, size) for size in SIZES]
+    with mock.patch.object(transport, "reserve"):
+        sum_up(transport, flats)
+    return flats
+
+
+@WAYS
+@DTYPES
+def test_a_step_takes_nothing_of_the_numbers_of_the_one_before(pool: RankPool, dtype: str, exact: bool) -> None:
+    fresh = pool.run(3, summed, dtype, exact, torch.float32)[0][0]
+    for flats in pool.run(3, summed_after_others, dtype, exact):
+        assert all(torch.equal(a, b) for a, b in zip(flats, fresh, strict=True))
+
+
 @WAYS
 def test_what_is_narrow_already_travels_as_it_is(pool: RankPool, exact: bool) -> None:
     right = summed_alone(torch.bfloat16)
