@@ -167,7 +167,7 @@ class Schedule:
         is_over = self._trial.observe(end)
         self._take(self._trial.turn)
         if is_over:
-            self.forecast = self.forecast.with_trial(self._trial.medians, self._trial.best)
+            self.forecast = self.forecast.with_trial(self._trial.typical, self._trial.best)
             self._trial = None
             if self._wire.rank == 0:
                 log.info(self.forecast.describe())

@@ -31,8 +31,8 @@ class Candidate:
         name: For messages.
         segments: How many gradients each bucket holds, in order.
         predicted: Seconds after the start of backward at which the last bucket is complete, as the planner sees it.
-        measured: The same in a trial, after the start of the backward that began last; median. ``None`` before it, or
-            if it met no data.
+        measured: The same in a trial, after the start of the backward that began last; mean over the faster two thirds.
+            ``None`` before it, or if it met no data.
         in_batches: Whether threads that move messages do not interrupt backward; ``None`` where nobody has a choice.
     """
 
@@ -84,7 +84,7 @@ class Forecast:
         tried = "; ".join(f"{c.label}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
         return (
             f"bucket plan '{best.label}' stays, with {len(best.segments)} buckets; time from when the last"
-            f" rank began backward until all were reduced, median over fewer steps for plans given up early: {tried};"
+            f" rank began backward until all were reduced, mean of the faster two thirds, over fewer steps for plans given up early: {tried};"
             f" backward took {_ms(self.backward_end)}"
         )
 
