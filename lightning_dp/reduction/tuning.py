@@ -83,9 +83,9 @@ class Forecast:
         best = self.best
         tried = "; ".join(f"{c.label}: {_ms(c.measured)} (predicted {_ms(c.predicted)})" for c in self.candidates)
         return (
-            f"bucket plan '{best.label}' stays, with {len(best.segments)} buckets; time from when the last"
-            f" rank began backward until all were reduced, mean of the faster two thirds, over fewer steps for plans given up early: {tried};"
-            f" backward took {_ms(self.backward_end)}"
+            f"bucket plan '{best.label}' stays, with {len(best.segments)} buckets; time from when the last rank began"
+            " backward until all were reduced, mean of the faster two thirds of steps, which are fewer for plans given"
+            f" up early: {tried}; backward took {_ms(self.backward_end)}"
         )
 
 
