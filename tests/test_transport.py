@@ -79,7 +79,7 @@ def test_the_error_is_within_its_bound(pool: RankPool, world_size: int, dtype: s
 
 
 def hard(rank: int, exact: bool) -> Tensor:
-    """One large number and three that vanish beside it one at a time, but not together."""
+    """One large number, and of each other rank one that vanishes beside it; three of them would not."""
     flat = torch.full((64,), 256.0 if rank == 0 else 0.9)
     transport = Transport(Wire(), "bf16", exact)
     sum_up(transport, [flat])
@@ -146,9 +146,12 @@ def summed_after_others(rank: int, dtype: str, exact: bool) -> list[Tensor]:
 
 @WAYS
 @DTYPES
-def test_a_step_takes_nothing_of_the_numbers_of_the_one_before(pool: RankPool, dtype: str, exact: bool) -> None:
-    fresh = pool.run(3, summed, dtype, exact, torch.float32)[0][0]
-    for flats in pool.run(3, summed_after_others, dtype, exact):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_takes_nothing_of_the_numbers_of_the_one_before(
+    pool: RankPool, world_size: int, dtype: str, exact: bool
+) -> None:
+    fresh = pool.run(world_size, summed, dtype, exact, torch.float32)[0][0]
+    for flats in pool.run(world_size, summed_after_others, dtype, exact):
         assert all(torch.equal(a, b) for a, b in zip(flats, fresh, strict=True))
 
 
@@ -246,11 +249,12 @@ SIZED = pytest.mark.parametrize(
 
 @SIZED
 @pytest.mark.parametrize("spread", [1.0, 10.0])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_of_any_size_keep_the_digits_of_the_wire(
-    pool: RankPool, size: float, of: torch.dtype, dtype: str, spread: float
+    pool: RankPool, ranks: int, size: float, of: torch.dtype, dtype: str, spread: float
 ) -> None:
     """No overflow of a sum, no underflow of an addend: only roundings, one for each addend and one for each sum."""
-    ranks, u = 4, rounding(dtype)
+    u = rounding(dtype)
     right = sum(of_one_size(rank, size, of, spread).double() for rank in range(ranks))
     for exact in (False, True) if dtype != "fp32" else (False,):
         results = pool.run(ranks, of_one_size_summed, size, of, spread, dtype, exact)
@@ -261,11 +265,12 @@ def test_sums_of_any_size_keep_the_digits_of_the_wire(
 
 
 @WAYS
-def test_unscaled_they_would_not(pool: RankPool, exact: bool) -> None:
-    """Negative control. A quarter of 65504 on each of four ranks is where float16 ends."""
-    too_large = pool.run(4, of_one_size_summed_unscaled, 6e4, torch.float32, 1.0, "fp16", exact)[0]
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1e6), (4, 6e4)])
+def test_unscaled_they_would_not(pool: RankPool, ranks: int, size: float, exact: bool) -> None:
+    """Negative control. A quarter of 65504 on each of four ranks is where float16 ends; addends alone reach it, too."""
+    too_large = pool.run(ranks, of_one_size_summed_unscaled, size, torch.float32, 1.0, "fp16", exact)[0]
     assert torch.isinf(too_large).all()
-    too_small = pool.run(4, of_one_size_summed_unscaled, 1e-12, torch.float32, 1.0, "fp16", exact)[0]
+    too_small = pool.run(ranks, of_one_size_summed_unscaled, 1e-12, torch.float32, 1.0, "fp16", exact)[0]
     assert not too_small.any()
 
 
@@ -323,12 +328,13 @@ def test_a_gradient_that_would_not_fit_the_wire_makes_a_step(
 def test_a_bad_gradient_is_voted_on_and_can_be_left_out(pool: RankPool, dtype: str, exact: bool, bad: float) -> None:
     """On a scaled wire, too, where it takes part in the agreement on the scale."""
     config = ReducerConfig(reduce_dtype=dtype, exact_sums=exact)
-    for verdict, _ in pool.run(3, of_size, config, (1.0, bad, 3.0)):
-        assert (verdict.reason, verdict.ranks) == (Reason.NONFINITE, (1,))
-    for verdict, grad in pool.run(3, of_size, replace(config, drop_nonfinite=True), (1.0, bad, 3.0)):
-        assert verdict.step
-        assert verdict.dropped == (1,)
-        assert grad == pytest.approx([2.0] * 4, rel=rounding(dtype) * 3)
+    for sizes, average in (((1.0, bad, 3.0), 2.0), ((3.0, bad), 3.0)):
+        for verdict, _ in pool.run(len(sizes), of_size, config, sizes):
+            assert (verdict.reason, verdict.ranks) == (Reason.NONFINITE, (1,))
+        for verdict, grad in pool.run(len(sizes), of_size, replace(config, drop_nonfinite=True), sizes):
+            assert verdict.step
+            assert verdict.dropped == (1,)
+            assert grad == pytest.approx([average] * 4, rel=rounding(dtype) * 3)
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

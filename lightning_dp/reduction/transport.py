@@ -154,15 +154,15 @@ class Transport:
             peak = _peak(flat)
             yield self._wire.all_reduce(peak, dist.ReduceOp.MAX)
             scale = _power_of_two(torch.finfo(self._dtype).max, peak, self._wire.world_size)
-        filled = narrow.view(2, -1)[self._wire.rank] if self._swaps else narrow[: flat.numel()]
+        both = narrow.view(2, -1) if self._swaps else None
+        filled = narrow[: flat.numel()] if both is None else both[self._wire.rank]
         if scale is None:
             filled.copy_(flat)
         else:
             torch.mul(flat, scale, out=filled)
-        if self._swaps:
+        if both is not None:
             yield self._wire.all_gather(narrow, filled)
-            first, second = narrow.view(2, -1)
-            flat.copy_(first).add_(second)
+            flat.copy_(both[0]).add_(both[1])
         else:
             yield from self._sums(narrow)
             flat.copy_(filled)

@@ -29,11 +29,12 @@ class Trial(Generic[Way]):
 
     Attributes:
         typical: For each way when its reductions end, in seconds after the start of the backward that began last: the
-            mean over the faster two thirds, as far as heats are over; ``None`` if no rank had data when it was its
-            turn. The same on all ranks.
+            mean over the faster two thirds of usual steps, as far as heats are over; ``None`` if no rank had data when
+            it was its turn. The same on all ranks.
     """
 
     ROUNDS = 4  # of the first heat; an even number, for two optimizers in turn
+    SHORT = 0.8  # of the median: what takes less had less to do
 
     def __init__(self, wire: Wire, ways: Sequence[Way]) -> None:
         self._wire = wire
@@ -93,10 +94,14 @@ class Trial(Generic[Way]):
         self._left = sorted(ranked[: math.ceil(len(ranked) / 2)])
         self._heat = []
 
-    @staticmethod
-    def _typical(ends: Sequence[float]) -> float:
-        """What else the machine does makes some steps much slower and none faster, so the slowest third is left out.
+    @classmethod
+    def _typical(cls, ends: Sequence[float]) -> float:
+        """The mean over the faster two thirds, without those that are far faster than the median.
 
-        The rest tells two ways apart better than their median does.
+        What else the machine does makes steps slower, in bursts: the slowest third is left out, and what is left tells
+        two ways apart better than medians do. A short batch makes a step faster. Where two optimizers take turns and
+        differ as much, the longer reduction decides.
         """
-        return statistics.mean(sorted(ends)[: math.ceil(2 * len(ends) / 3)])
+        shortest = cls.SHORT * statistics.median(ends)
+        usual = sorted(end for end in ends if end >= shortest)
+        return statistics.mean(usual[: math.ceil(2 * len(usual) / 3)])

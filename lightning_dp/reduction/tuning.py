@@ -31,8 +31,8 @@ class Candidate:
         name: For messages.
         segments: How many gradients each bucket holds, in order.
         predicted: Seconds after the start of backward at which the last bucket is complete, as the planner sees it.
-        measured: The same in a trial, after the start of the backward that began last; mean over the faster two thirds.
-            ``None`` before it, or if it met no data.
+        measured: The same in a trial, after the start of the backward that began last; mean over the faster two thirds
+            of usual steps. ``None`` before it, or if it met no data.
         in_batches: Whether threads that move messages do not interrupt backward; ``None`` where nobody has a choice.
     """
 
