@@ -444,6 +444,43 @@ def test_the_program_measures_and_writes_what_it_printed(network: str, tmp_path:
     assert OmegaConf.load(folder / "config.yaml").network.hosts == (2 if network == "hosts" else None)
 
 
+WHO_HOLDS_THE_GROUP = """
+import gc
+import os
+import sys
+from unittest import mock
+
+from omegaconf import OmegaConf
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dp.bench.launch import Place
+from lightning_dp.bench.rank import run_rank
+
+destroy = distributed.destroy_process_group
+
+
+def tell():
+    print(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()), "left", flush=True)
+    destroy()
+
+
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+with mock.patch("torch.distributed.destroy_process_group", tell):
+    run_rank(OmegaConf.load(sys.argv[1]), Place(0, 1, 0, 1))
+"""
+
+
+@pytest.mark.timeout(240)
+def test_contenders_are_gone_before_the_process_group(tmp_path: Path) -> None:
+    """Torch DDP, if it is the last to hold the group, ends its threads with Python's lock in hand: they may need it."""
+    OmegaConf.save(config(*FAST, *FEW), tmp_path / "config.yaml")
+    script = tmp_path / "script.py"
+    script.write_text(WHO_HOLDS_THE_GROUP)
+    done = run_program([sys.executable, script, tmp_path / "config.yaml"], tmp_path, limit=100)
+    assert "0 left" in done.output.splitlines(), done.output
+
+
 @pytest.mark.timeout(240)
 def test_a_failing_rank_ends_the_program_with_what_it_said(tmp_path: Path) -> None:
     done = run_bench(tmp_path, "workload._target_=lightning_dp.bench.workloads.Nothing")

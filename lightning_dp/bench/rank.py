@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
@@ -16,7 +17,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.bench.launch import Place, cores_of
-from lightning_dp.bench.measure import Rounds
+from lightning_dp.bench.measure import Anatomy, Rounds, Series
 from lightning_dp.bench.results import Results, results_of, save_results
 from lightning_dp.errors import ConfigurationError
 
@@ -50,23 +51,29 @@ def run_rank(cfg: DictConfig, place: Place) -> Results:
         cfg.backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=cfg.step_timeout)
     )
     try:
-        torch.manual_seed(cfg.seed)
-        interface = cfg.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-        rounds = Rounds(
-            instantiate(cfg.workload),
-            instantiate(cfg.optimizer),
-            {str(name): instantiate(contender) for name, contender in cfg.contenders.items() if contender},
-            device,
-            interface,
-            place.local_world_size,
-            cfg.micro_batches,
-        )
-        series, anatomy = rounds.run(cfg.rounds)
+        series, anatomy = _measure(cfg, place, device)
+        # Torch DDP holds the process group: were it the last to do so, it would end the group's threads while it holds
+        # Python's lock, which they may be waiting for.
+        gc.collect()
     finally:
         dist.destroy_process_group()
     machine = {"world_size": place.world_size, "threads": threads, "device": _name_of(device), **_versions()}
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     return results_of(series, anatomy, place.world_size, cfg.baseline, list(cfg.tuned), machine, settings)
+
+
+def _measure(cfg: DictConfig, place: Place, device: torch.device) -> tuple[dict[str, Series], Anatomy]:
+    torch.manual_seed(cfg.seed)
+    rounds = Rounds(
+        instantiate(cfg.workload),
+        instantiate(cfg.optimizer),
+        {str(name): instantiate(contender) for name, contender in cfg.contenders.items() if contender},
+        device,
+        cfg.interface or os.environ.get("GLOO_SOCKET_IFNAME"),
+        place.local_world_size,
+        cfg.micro_batches,
+    )
+    return rounds.run(cfg.rounds)
 
 
 def _pin(place: Place, pin: bool) -> int:
