@@ -4,11 +4,12 @@ With a reduce dtype, wider gradients travel rounded to it and arrive in their ow
 keep their precision; and with float32, narrower ones are accumulated and summed in it. An all-reduce in a narrow dtype
 rounds after each addition, so that its error grows with the number of ranks. With ``exact_sums`` each rank gets
 everybody's part of one chunk (all-to-all), adds it up in float32 and hands the result to all (all-gather): the same
-bytes, and two roundings whatever the number of ranks.
+bytes, and two roundings whatever the number of ranks. Two ranks do with one message of the same bytes: each gets the
+other's bucket (all-gather) and adds up itself, so that the sum is not rounded.
 
 With ``u`` half the dtype's ``eps`` and ``x`` what ``n`` ranks add up, the error is at most ``((1 + u)^n - 1) sum |x|``
-without exact sums, and with them ``u sum |x|`` for the addends and one rounding of the sum (N. Higham, Accuracy and
-Stability of Numerical Algorithms, ch. 4).
+without exact sums, and with them ``u sum |x|`` for the addends and, from three ranks on, one rounding of the sum
+(N. Higham, Accuracy and Stability of Numerical Algorithms, ch. 4).
 
 A dtype of less range than the gradients' (fp16 for float32) gets them scaled by a power of two, which rounds nothing:
 so that the sum over ranks of the bucket's largest number fits, and small ones stay as far above underflow as they can.
@@ -99,7 +100,7 @@ class Transport:
         flat = bucket.flat
         if self.narrows(flat.dtype) and flat.numel():
             ranks = self._wire.world_size if self._exact else 1
-            chunk = -(-flat.numel() // ranks)
+            chunk = flat.numel() if self._swaps else -(-flat.numel() // ranks)
             self._narrow[number] = torch.zeros(ranks * chunk, dtype=self._dtype, device=flat.device)
 
     def start(self, bucket: Bucket, number: int, total: int) -> Transfer:
@@ -108,7 +109,7 @@ class Transport:
         transfer = Transfer(flat, f"the all-reduce of bucket {number} of {total}")
         if self.narrows(flat.dtype) and flat.numel():
             transfer.course = self._narrowed(flat, self._narrow[number])
-            transfer.left = self._scales(flat.dtype) + (2 if self._exact else 1)
+            transfer.left = self._scales(flat.dtype) + (2 if self._exact and not self._swaps else 1)
             self._proceed(transfer)
             if len(self._waiting) > self.LAG:
                 self._proceed(self._waiting.pop(0))
@@ -137,6 +138,11 @@ class Transport:
         if transfer.left:
             self._waiting.append(transfer)
 
+    @property
+    def _swaps(self) -> bool:
+        """Whether each rank gets the other's whole bucket and adds up itself; among more that would be more bytes."""
+        return self._exact and self._wire.world_size == 2
+
     def _scales(self, dtype: torch.dtype) -> bool:
         """Whether the dtype on the wire has less range."""
         return self._dtype is not None and 2 * torch.finfo(self._dtype).max < torch.finfo(dtype).max
@@ -148,23 +154,32 @@ class Transport:
             peak = _peak(flat)
             yield self._wire.all_reduce(peak, dist.ReduceOp.MAX)
             scale = _power_of_two(torch.finfo(self._dtype).max, peak, self._wire.world_size)
-        filled = narrow[: flat.numel()]
+        both = narrow.view(2, -1) if self._swaps else None
+        filled = narrow[: flat.numel()] if both is None else both[self._wire.rank]
         if scale is None:
             filled.copy_(flat)
         else:
             torch.mul(flat, scale, out=filled)
-        if self._exact:
-            parts = torch.empty_like(narrow)
-            yield self._wire.all_to_all(parts, narrow)
-            # In the order of ranks, and the same bits for all, as each chunk is added up once.
-            mine = parts.view(self._wire.world_size, -1).sum(0, dtype=torch.float32).to(self._dtype)
-            del parts
-            yield self._wire.all_gather(narrow, mine)
+        if both is not None:
+            yield self._wire.all_gather(narrow, filled)
+            flat.copy_(both[0]).add_(both[1])
         else:
-            yield self._wire.all_reduce(narrow)
-        flat.copy_(filled)
+            yield from self._sums(narrow)
+            flat.copy_(filled)
         if scale is not None:
             flat.div_(scale)
+
+    def _sums(self, narrow: Tensor) -> Course:
+        """Puts the sum over ranks in the place of what this one adds to it."""
+        if not self._exact:
+            yield self._wire.all_reduce(narrow)
+            return
+        parts = torch.empty_like(narrow)
+        yield self._wire.all_to_all(parts, narrow)
+        # In the order of ranks, and the same bits for all, as each chunk is added up once.
+        mine = parts.view(self._wire.world_size, -1).sum(0, dtype=torch.float32).to(narrow.dtype)
+        del parts
+        yield self._wire.all_gather(narrow, mine)
 
 
 def _peak(flat: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Wire:
         return work
 
     def all_gather(self, gathered: Tensor, mine: Tensor) -> dist.Work | None:
-        """Starts to send ``mine`` to all; everybody's comes in by rank into ``gathered``."""
+        """Starts to send ``mine`` to all; everybody's comes by rank into ``gathered``, of which it may be a part."""
         self._count_half(gathered)
         work: dist.Work | None = dist.all_gather_single(gathered, mine, group=self.group, async_op=True)
         return work
