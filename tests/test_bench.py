@@ -454,6 +454,7 @@ from omegaconf import OmegaConf
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dp.bench.contenders import Contender
 from lightning_dp.bench.launch import Place
 from lightning_dp.bench.rank import run_rank
 
@@ -465,20 +466,41 @@ def tell():
     destroy()
 
 
+class Fails(Contender):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.steps = 0
+
+    def update(self):
+        super().update()
+        self.steps += 1
+        if self.steps > 1:  # one is the rehearsal's, by another of its kind
+            raise RuntimeError("no more steps")
+
+
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+cfg = OmegaConf.load(sys.argv[1])
+if "fails" in sys.argv:
+    cfg.contenders.fails = {"_target_": "__main__.Fails", "_partial_": True}
 with mock.patch("torch.distributed.destroy_process_group", tell):
-    run_rank(OmegaConf.load(sys.argv[1]), Place(0, 1, 0, 1))
+    run_rank(cfg, Place(0, 1, 0, 1))
 """
 
 
 @pytest.mark.timeout(240)
-def test_contenders_are_gone_before_the_process_group(tmp_path: Path) -> None:
-    """Torch DDP, if it is the last to hold the group, ends its threads with Python's lock in hand: they may need it."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_contenders_are_gone_before_the_process_group(fails: bool, tmp_path: Path) -> None:
+    """Torch DDP, if it is the last to hold the group, ends its threads with Python's lock in hand: they may need it.
+
+    An error's traceback would keep them.
+    """
     OmegaConf.save(config(*FAST, *FEW), tmp_path / "config.yaml")
     script = tmp_path / "script.py"
     script.write_text(WHO_HOLDS_THE_GROUP)
-    done = run_program([sys.executable, script, tmp_path / "config.yaml"], tmp_path, limit=100)
+    command = [sys.executable, script, tmp_path / "config.yaml", *["fails"][: int(fails)]]
+    done = run_program(command, tmp_path, limit=100)
     assert "0 left" in done.output.splitlines(), done.output
+    assert ("no more steps" in done.output) == fails
 
 
 @pytest.mark.timeout(240)

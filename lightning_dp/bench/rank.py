@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,13 @@ def run_rank(cfg: DictConfig, place: Place) -> Results:
     )
     try:
         series, anatomy = _measure(cfg, place, device)
+    except Exception as error:
+        _let_go(error)
+        raise
+    finally:
         # Torch DDP holds the process group: were it the last to do so, it would end the group's threads while it holds
         # Python's lock, which they may be waiting for.
         gc.collect()
-    finally:
         dist.destroy_process_group()
     machine = {"world_size": place.world_size, "threads": threads, "device": _name_of(device), **_versions()}
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -74,6 +78,15 @@ def _measure(cfg: DictConfig, place: Place, device: torch.device) -> tuple[dict[
         cfg.micro_batches,
     )
     return rounds.run(cfg.rounds)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Frees what the traceback of an error keeps, and of those behind it: contenders, too."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _pin(place: Place, pin: bool) -> int:
