@@ -123,7 +123,7 @@ def memory_of_steps(rank: int, dtype: str, exact: bool) -> list[tuple[int, set[i
 
 
 def narrow_memory(reducer: GradientReducer) -> set[int]:
-    return {narrow.data_ptr() for narrow in reducer._transport._narrow.values()}
+    return {narrow.mine.data_ptr() for narrow in reducer._transport._narrow.values()}
 
 
 @WAYS
