@@ -1,7 +1,8 @@
 """How a bucket is summed over ranks: as it is, in fewer bytes, or in fewer bytes but added up in float32.
 
 With a reduce dtype, wider gradients travel rounded to it and arrive in their own dtype, so that weights and optimizer
-keep their precision; and with float32, narrower ones are accumulated and summed in it.
+keep their precision; and with float32, narrower ones are accumulated and summed in it. How far sums err is told in
+:mod:`lightning_dp.reduction.narrow_sum`.
 
 A dtype of less range than the gradients' (fp16 for float32) gets them scaled by a power of two, which rounds nothing:
 so that the sum over ranks of the bucket's largest number fits, and small ones stay as far above underflow as they can.
