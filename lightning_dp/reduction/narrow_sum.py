@@ -24,10 +24,7 @@ Course = Generator[dist.Work | None, None, None]
 class NarrowSum(ABC):
     """Memory of one bucket in a narrower dtype, and how it becomes the sum over ranks.
 
-    Args:
-        flat: The bucket.
-        dtype: The narrower dtype.
-        wire: The ranks.
+    Each kind is made from a bucket, the narrower dtype and the ranks.
 
     Attributes:
         mine: What this rank adds, of the bucket's shape: to be filled before :meth:`send`.
@@ -35,10 +32,8 @@ class NarrowSum(ABC):
 
     MESSAGES = 1
 
-    mine: Tensor
-
-    def __init__(self, flat: Tensor, dtype: torch.dtype, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, mine: Tensor, wire: Wire) -> None:
+        self.mine, self._wire = mine, wire
 
     @abstractmethod
     def send(self) -> Course:
@@ -53,8 +48,7 @@ class AllReduced(NarrowSum):
     """One all-reduce, which adds up in the narrow dtype."""
 
     def __init__(self, flat: Tensor, dtype: torch.dtype, wire: Wire) -> None:
-        super().__init__(flat, dtype, wire)
-        self.mine = torch.zeros_like(flat, dtype=dtype)
+        super().__init__(torch.zeros_like(flat, dtype=dtype), wire)
 
     def send(self) -> Course:
         """The all-reduce."""
@@ -68,9 +62,8 @@ class Exchanged(NarrowSum):
     """
 
     def __init__(self, flat: Tensor, dtype: torch.dtype, wire: Wire) -> None:
-        super().__init__(flat, dtype, wire)
         self._both = torch.zeros(2, flat.numel(), dtype=dtype, device=flat.device)
-        self.mine = self._both[wire.rank]
+        super().__init__(self._both[wire.rank], wire)
 
     def send(self) -> Course:
         """One all-gather."""
@@ -87,10 +80,9 @@ class Chunked(NarrowSum):
     MESSAGES = 2
 
     def __init__(self, flat: Tensor, dtype: torch.dtype, wire: Wire) -> None:
-        super().__init__(flat, dtype, wire)
         chunk = -(-flat.numel() // wire.world_size)
         self._chunks = torch.zeros(wire.world_size, chunk, dtype=dtype, device=flat.device)
-        self.mine = self._chunks.view(-1)[: flat.numel()]
+        super().__init__(self._chunks.view(-1)[: flat.numel()], wire)
 
     def send(self) -> Course:
         """All-to-all, then all-gather."""

@@ -12,6 +12,7 @@ Ranks agree on it with one number more a bucket.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ class Transport:
     def __init__(self, wire: Wire, reduce_dtype: str | None = None, exact_sums: bool = False) -> None:
         self._wire = wire
         self._dtype = REDUCE_DTYPES[reduce_dtype] if reduce_dtype is not None else None
-        self._kind: type[NarrowSum] = AllReduced
+        self._kind: Callable[[Tensor, torch.dtype, Wire], NarrowSum] = AllReduced
         if exact_sums:
             self._kind = Exchanged if wire.world_size == 2 else Chunked
         self._waiting: list[Transfer] = []
@@ -98,8 +99,9 @@ class Transport:
         flat = bucket.flat
         transfer = Transfer(flat, f"the all-reduce of bucket {number} of {total}")
         if self._is_narrowed(flat):
-            transfer.course = self._narrowed(flat, self._narrow[number])
-            transfer.left = self._scales(flat.dtype) + self._kind.MESSAGES
+            narrow = self._narrow[number]
+            transfer.course = self._narrowed(flat, narrow)
+            transfer.left = self._scales(flat.dtype) + narrow.MESSAGES
             self._proceed(transfer)
             if len(self._waiting) > self.LAG:
                 self._proceed(self._waiting.pop(0))
